@@ -1,0 +1,200 @@
+"""What a scheme is: frozen value objects, and the presets by name.
+
+A scheme says how keys and values are coded, how many tokens stay exact, and which layers depart from the rule. It holds no
+tensor and imports nothing of the package, so a receipt can record it as JSON and read it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+__all__ = [
+    "PRESETS",
+    "AffineConfig",
+    "CodecConfig",
+    "IdentityConfig",
+    "LayerQuant",
+    "QuantConfig",
+    "resolve_scheme",
+]
+
+
+def _one_of(label: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{label} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _not_negative(label: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{label} must be a whole number of at least 0, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentityConfig:
+    """States kept as they are: the oracle that all plumbing is tested against."""
+
+    kind: Literal["identity"] = "identity"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AffineConfig:
+    """Eight bits an element and one scale for a group.
+
+    Attributes:
+        mode: `"int8"`: integers -127 to 127, symmetric. `"fp8"`: `torch.float8_e4m3fn`.
+        granularity: `"per_token"`: a bfloat16 scale for every token of every head. `"per_update"`: the seed's per-tensor
+            rule, one float32 scale for all that one row stores in one update.
+    """
+
+    kind: Literal["affine"] = "affine"
+    mode: Literal["int8", "fp8"] = "int8"
+    granularity: Literal["per_token", "per_update"] = "per_token"
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, ("int8", "fp8"))
+        _one_of("granularity", self.granularity, ("per_token", "per_update"))
+
+
+CodecConfig = IdentityConfig | AffineConfig
+_CODEC_CONFIGS: Mapping[str, type[CodecConfig]] = MappingProxyType(
+    {"identity": IdentityConfig, "affine": AffineConfig}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerQuant:
+    """How one layer departs from the scheme: its codec for keys and for values."""
+
+    keys: CodecConfig
+    values: CodecConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """A scheme.
+
+    Attributes:
+        keys: Codec of the keys.
+        values: Codec of the values; keys and values may differ.
+        sinks: First real tokens of every row, kept exactly in the model's dtype.
+        residual: Newest tokens, kept exactly until they leave it.
+        layers: Overrides by layer index; a mapping is kept as sorted pairs.
+        name: How tables call it.
+    """
+
+    keys: CodecConfig
+    values: CodecConfig
+    sinks: int = 0
+    residual: int = 0
+    layers: Mapping[int, LayerQuant] | tuple[tuple[int, LayerQuant], ...] = field(default=())
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        for label in ("keys", "values"):
+            if not isinstance(getattr(self, label), tuple(_CODEC_CONFIGS.values())):
+                raise ValueError(
+                    f"{label} must be a codec config, got {getattr(self, label)!r}; try AffineConfig(mode='int8'), or a preset by name"
+                )
+        _not_negative("sinks", self.sinks)
+        _not_negative("residual", self.residual)
+        overrides = tuple(sorted(self.overrides, key=lambda item: item[0]))
+        for index, override in overrides:
+            _not_negative("layers", index)
+            if not isinstance(override, LayerQuant):
+                raise ValueError(f"layers[{index}] must be a LayerQuant, got {override!r}")
+        object.__setattr__(self, "layers", overrides)
+
+    @property
+    def overrides(self) -> tuple[tuple[int, LayerQuant], ...]:
+        """`layers` as sorted pairs."""
+        return tuple(self.layers.items() if isinstance(self.layers, Mapping) else self.layers)
+
+    def for_layer(self, index: int) -> LayerQuant:
+        """The codecs of layer `index`."""
+        return dict(self.overrides).get(index, LayerQuant(keys=self.keys, values=self.values))
+
+    def to_dict(self) -> dict[str, Any]:
+        """This scheme as JSON values; `from_dict` reads it back."""
+        return {
+            "name": self.name,
+            "keys": _codec_to_dict(self.keys),
+            "values": _codec_to_dict(self.values),
+            "sinks": self.sinks,
+            "residual": self.residual,
+            "layers": {
+                str(index): {"keys": _codec_to_dict(layer.keys), "values": _codec_to_dict(layer.values)}
+                for index, layer in self.overrides
+            },
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> QuantConfig:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: If a field is missing or unknown; the message names it.
+        """
+        known = {f.name for f in fields(QuantConfig)}
+        if unknown := set(data) - known:
+            raise ValueError(f"unknown fields of a scheme: {sorted(unknown)}; known are {sorted(known)}")
+        if missing := {"keys", "values"} - set(data):
+            raise ValueError(f"a scheme needs the fields {sorted(missing)}, got {sorted(data)}")
+        layers = {
+            int(index): LayerQuant(keys=_codec_from_dict(layer["keys"]), values=_codec_from_dict(layer["values"]))
+            for index, layer in data.get("layers", {}).items()
+        }
+        return QuantConfig(
+            keys=_codec_from_dict(data["keys"]),
+            values=_codec_from_dict(data["values"]),
+            sinks=data.get("sinks", 0),
+            residual=data.get("residual", 0),
+            layers=tuple(layers.items()),
+            name=data.get("name", "custom"),
+        )
+
+
+def _preset(name: str, codec: CodecConfig) -> QuantConfig:
+    return QuantConfig(keys=codec, values=codec, name=name)
+
+
+PRESETS: Mapping[str, QuantConfig] = MappingProxyType(
+    {
+        "identity": _preset("identity", IdentityConfig()),
+        "int8": _preset("int8", AffineConfig(mode="int8")),
+        "fp8": _preset("fp8", AffineConfig(mode="fp8")),
+        "seed_int8": _preset("seed_int8", AffineConfig(mode="int8", granularity="per_update")),
+        "seed_fp8": _preset("seed_fp8", AffineConfig(mode="fp8", granularity="per_update")),
+    }
+)
+
+
+def resolve_scheme(scheme: str | QuantConfig, *, sinks: int | None = None, residual: int | None = None) -> QuantConfig:
+    """A scheme from a preset's name or from itself, with `sinks` and `residual` replaced where given.
+
+    Raises:
+        ValueError: If the name is no preset, or a count is negative.
+    """
+    if isinstance(scheme, str):
+        if scheme not in PRESETS:
+            raise ValueError(f"unknown scheme {scheme!r}; the presets are {', '.join(PRESETS)}, or give a QuantConfig")
+        scheme = PRESETS[scheme]
+    elif not isinstance(scheme, QuantConfig):
+        raise ValueError(
+            f"scheme must be a preset's name or a QuantConfig, got {scheme!r}; the presets are {', '.join(PRESETS)}"
+        )
+    changes = {label: count for label, count in (("sinks", sinks), ("residual", residual)) if count is not None}
+    return replace(scheme, **changes) if changes else scheme
+
+
+def _codec_to_dict(codec: CodecConfig) -> dict[str, Any]:
+    return {f.name: getattr(codec, f.name) for f in fields(codec)}
+
+
+def _codec_from_dict(data: Mapping[str, Any]) -> CodecConfig:
+    kind = str(data.get("kind"))
+    if kind not in _CODEC_CONFIGS:
+        raise ValueError(f"unknown kind of codec {kind!r}; known are {', '.join(_CODEC_CONFIGS)}")
+    return _CODEC_CONFIGS[kind](**data)
