@@ -1,0 +1,29 @@
+"""hf_kvq: quantized key/value caches for transformers."""
+
+from __future__ import annotations
+
+from hf_kvq.caches import QuantizedCache, expected_nbytes
+from hf_kvq.codecs.affine import (
+    AffineQuantized,
+    dequantize_kv_cache,
+    quantization_error_per_token,
+    quantize_kv_cache,
+)
+from hf_kvq.config import PRESETS, AffineConfig, IdentityConfig, LayerQuant, QuantConfig, resolve_scheme
+
+__all__ = [
+    "PRESETS",
+    "AffineConfig",
+    "AffineQuantized",
+    "IdentityConfig",
+    "LayerQuant",
+    "QuantConfig",
+    "QuantizedCache",
+    "dequantize_kv_cache",
+    "expected_nbytes",
+    "quantization_error_per_token",
+    "quantize_kv_cache",
+    "resolve_scheme",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,128 @@
+"""How many bytes a cache comes to, from a model's config alone.
+
+A closed formula beside `QuantizedCache.nbytes`, which counts storages; each checks the other. It holds after one prefill of
+`context` tokens; a cache that grew token by token may hold up to a quarter of spare room beyond it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from hf_kvq.caches.quantized import CODED_LAYER_TYPES
+from hf_kvq.codecs import make_codec
+from hf_kvq.config import QuantConfig, resolve_scheme
+from hf_kvq.states import round_up
+
+__all__ = ["LayerMemory", "expected_nbytes", "layer_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """What one layer keeps of one row.
+
+    Attributes:
+        layer_type: As the config has it.
+        kv_heads: Heads of keys and values.
+        key_dim: Channels of a key.
+        value_dim: Channels of a value.
+        tokens: Tokens that are kept at the context length asked for.
+        coded: Whether a scheme would code the layer.
+    """
+
+    layer_type: str
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    tokens: int
+    coded: bool
+
+    @property
+    def elements(self) -> int:
+        """Elements of keys and values of one row."""
+        return self.tokens * self.kv_heads * (self.key_dim + self.value_dim)
+
+
+def layer_memory(config: PreTrainedConfig, context: int) -> list[LayerMemory]:
+    """What each layer of a model keeps of `context` tokens; layers without keys and values keep none.
+
+    Raises:
+        ValueError: If `context` is not positive, or the config does not say how many heads there are.
+    """
+    if context < 1:
+        raise ValueError(f"context must be at least 1 token, got {context}")
+    text = config.get_text_config(decoder=True)
+    layer_types, kwargs = get_layer_types_and_kwargs(text)
+    layers = []
+    for layer_type, layer_kwargs, layer_config in zip(layer_types, kwargs, text.per_layer_config, strict=True):
+        window = layer_kwargs.get("sliding_window")
+        has_keys = ("attention" in layer_type and layer_type != "linear_attention") or layer_type.startswith("hybrid")
+        kv_heads, key_dim, value_dim = _dimensions(layer_config) if has_keys else (0, 0, 0)
+        layers.append(
+            LayerMemory(
+                layer_type=layer_type,
+                kv_heads=kv_heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                tokens=0 if not has_keys else context if window is None else min(context, window - 1),
+                coded=layer_type in CODED_LAYER_TYPES,
+            )
+        )
+    return layers
+
+
+def expected_nbytes(
+    config: PreTrainedConfig,
+    scheme: str | QuantConfig,
+    context: int,
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Bytes that a cache holds after a prefill of `context` tokens a row.
+
+    States of fixed size (linear attention) are not counted: they do not grow with the context.
+
+    Args:
+        config: The model's config.
+        scheme: A preset's name, a `QuantConfig`, or `"exact"` for transformers' DynamicCache.
+        context: Tokens of a row.
+        batch: Rows.
+        dtype: The model's dtype, in which exact states are kept.
+
+    Raises:
+        ValueError: If the scheme is unknown, or as `layer_memory` does.
+    """
+    quant = None if scheme == "exact" else resolve_scheme(scheme)
+    total = 0
+    for index, layer in enumerate(layer_memory(config, context)):
+        exact = layer.kv_heads * (layer.key_dim + layer.value_dim) * dtype.itemsize
+        if quant is None or not layer.coded:
+            total += layer.tokens * exact
+            continue
+        sinks = quant.sinks if layer.layer_type == "full_attention" else 0
+        residual = min(quant.residual, max(layer.tokens - sinks, 0))
+        coded = max(layer.tokens - sinks - residual, 0)
+        codecs = quant.for_layer(index)
+        bits = sum(
+            make_codec(codec).bits_per_token(layer.kv_heads, dim, dtype)
+            for codec, dim in ((codecs.keys, layer.key_dim), (codecs.values, layer.value_dim))
+        )
+        total += sinks * exact + round_up(residual) * exact + round_up(coded) * bits // 8
+    return total * batch
+
+
+def _dimensions(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Heads, channels of a key and channels of a value, as the layer hands them to a cache."""
+    heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_head", None)
+    if not heads:
+        raise ValueError(f"the config of a {config.model_type} does not say how many attention heads it has")
+    if getattr(config, "qk_rope_head_dim", None) and getattr(config, "v_head_dim", None):
+        # Multi-head latent attention: transformers caches the expanded heads, whose values are narrower than the keys.
+        return heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return kv_heads, head_dim, head_dim

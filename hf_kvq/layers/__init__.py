@@ -1,0 +1,8 @@
+"""Cache layers that hold codes, after transformers' layer contract."""
+
+from __future__ import annotations
+
+from hf_kvq.layers.padding import RowPadding
+from hf_kvq.layers.quantized import QuantizedLayer
+
+__all__ = ["QuantizedLayer", "RowPadding"]

@@ -1,0 +1,89 @@
+"""What a layer accepts: errors that name the layer, what was expected, what came, and the way out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["LayerShape", "check_finite", "check_states", "finite_witness"]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What stays the same from update to update."""
+
+    batch: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(key_states: Tensor, value_states: Tensor) -> LayerShape:
+        """The shape of a layer whose first states these are."""
+        return LayerShape(
+            batch=key_states.shape[0],
+            kv_heads=key_states.shape[1],
+            key_dim=key_states.shape[3],
+            value_dim=value_states.shape[3],
+            dtype=key_states.dtype,
+        )
+
+
+def check_states(key_states: Tensor, value_states: Tensor, layer: int, known: LayerShape | None) -> None:
+    """Refuse what could not be stored as it should be.
+
+    Raises:
+        TypeError: If the states are no tensors of floating point numbers.
+        ValueError: If they have another shape or dtype than the layer holds, or no token.
+    """
+    for label, states in (("key_states", key_states), ("value_states", value_states)):
+        if not isinstance(states, Tensor) or not states.dtype.is_floating_point or states.dtype.itemsize < 2:
+            came = states.dtype if isinstance(states, Tensor) else type(states).__name__
+            raise TypeError(
+                f"layer {layer}: {label} must be float32, bfloat16, float16 or float64, got {came}; cast them before the update"
+            )
+        if states.ndim != 4:
+            raise ValueError(
+                f"layer {layer}: {label} must be [batch, kv_heads, tokens, head_dim], got shape {tuple(states.shape)}"
+            )
+    if key_states.shape[:3] != value_states.shape[:3] or key_states.dtype != value_states.dtype:
+        raise ValueError(
+            f"layer {layer}: keys and values must agree in batch, kv_heads, tokens and dtype, got "
+            f"{tuple(key_states.shape)} {key_states.dtype} and {tuple(value_states.shape)} {value_states.dtype}"
+        )
+    if key_states.shape[2] == 0:
+        raise ValueError(
+            f"layer {layer}: an update must bring at least one token, got shape {tuple(key_states.shape)}; "
+            "skip the call, or pass inputs of at least one token"
+        )
+    came = LayerShape.of(key_states, value_states)
+    if known is not None and came != known:
+        raise ValueError(
+            f"layer {layer} holds {known}, got {came}; call reset() before another batch, or make a cache of its own for another model or dtype"
+        )
+
+
+def finite_witness(key_states: Tensor, value_states: Tensor) -> Tensor:
+    """One number that is finite exactly when every element is; nothing is copied to the host."""
+    # Sums of half precision overflow in their own dtype.
+    return sum(
+        (x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) * 0 for x in (key_states, value_states)),
+        torch.zeros((), device=key_states.device),
+    )
+
+
+def check_finite(witness: Tensor, layer: int) -> None:
+    """Raise if a `finite_witness` says so; waits for the device.
+
+    Raises:
+        ValueError: If an element was NaN or infinite.
+    """
+    if not math.isfinite(witness.item()):
+        raise ValueError(
+            f"layer {layer}: key or value states hold NaN or infinity and were not stored; look for an overflow in the model "
+            "(float16 often does: try bfloat16 or float32) or for a corrupt input"
+        )
