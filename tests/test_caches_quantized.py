@@ -277,7 +277,7 @@ def test_keys_values_and_layers_may_have_codecs_of_their_own():
     )
     cache = QuantizedCache(model.config, scheme)
     model(ids(), past_key_values=cache)
-    kept = [layer.coded.buffer.tensors for layer in cache.coded_layers]
+    kept = [layer.store.coded.buffer.tensors for layer in cache.coded_layers]
     assert [kept[0]["key_codes"].dtype, kept[0]["value_codes"].dtype] == [torch.int8, torch.float8_e4m3fn]
     assert kept[1]["key_codes"].dtype == torch.float32
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from hf_kvq import PRESETS, AffineConfig, IdentityConfig, LayerQuant
 from hf_kvq.codecs import make_codec
 from hf_kvq.layers import QuantizedLayer, RowPadding
-from hf_kvq.layers.quantized import ROLLBACK
+from hf_kvq.states import ROLLBACK
 
 INT8 = LayerQuant(keys=AffineConfig(), values=AffineConfig())
 IDENTITY = LayerQuant(keys=IdentityConfig(), values=IdentityConfig())
@@ -43,7 +43,7 @@ def feed(layer: QuantizedLayer, keys, values, sizes):
 
 
 def codes_of(layer: QuantizedLayer) -> dict[str, torch.Tensor]:
-    return {name: part.clone() for name, part in layer.coded.buffer.view().items()}
+    return {name: part.clone() for name, part in layer.store.coded.buffer.view().items()}
 
 
 def same(a, b) -> bool:
@@ -100,7 +100,7 @@ def test_sinks_and_the_newest_tokens_are_exact_and_all_between_are_codes(residua
         assert torch.equal(states_read[:, :, begin:end], round_trip(given[:, :, begin:end]))
         assert torch.equal(states_read[:, :, end:], given[:, :, end:])
     assert layer.tokens_coded == end - begin
-    assert len(layer.residual) == tokens + 1 - end, "the exact part is bounded by sinks and residual"
+    assert len(layer.store.residual) == tokens + 1 - end, "the exact part is bounded by sinks and residual"
 
 
 def test_old_codes_never_change_when_tokens_are_added():
@@ -109,7 +109,7 @@ def test_old_codes_never_change_when_tokens_are_added():
     feed(layer, keys, values, [100])
     before = codes_of(layer)
     feed(layer, keys[:, :, 100:], values[:, :, 100:], [1] * 200)
-    after = layer.coded.buffer.view(0, before["key_codes"].shape[2])
+    after = layer.store.coded.buffer.view(0, before["key_codes"].shape[2])
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -133,7 +133,7 @@ def test_crop_keeps_what_was_coded_and_forgets_the_rest(residual, removed):
     kept = codes_of(layer)
     layer.crop(-removed)
     assert layer.get_seq_length() == 37 - removed
-    after = layer.coded.buffer.view()
+    after = layer.store.coded.buffer.view()
     for name in kept:
         assert torch.equal(after[name], kept[name][:, :, : after[name].shape[2]])
     out = feed(layer, keys[:, :, 37 - removed :], values[:, :, 37 - removed :], [1] * 23)
@@ -172,7 +172,7 @@ def test_recording_holds_a_bounded_number_of_exact_tokens():
     layer = QuantizedLayer(INT8, residual=8)
     layer.activate_past_recording()
     feed(layer, keys, values, [900, 50, 50])
-    assert len(layer.residual) <= 8 + ROLLBACK
+    assert len(layer.store.residual) <= 8 + ROLLBACK
 
 
 @pytest.mark.parametrize("window", [2, 8])
@@ -211,7 +211,7 @@ def test_a_prompt_longer_than_the_window_leaves_a_window_of_codes(prefill):
     out = feed(layer, keys, values, [500])
     assert same(out, (keys, values) if prefill == "exact" else (round_trip(keys), round_trip(values)))
     assert layer.tokens_coded == 15
-    assert layer.coded.buffer.capacity <= 64
+    assert layer.store.coded.buffer.capacity <= 64
     more = kv(1, seed=5)
     assert same(
         layer.update(*more),

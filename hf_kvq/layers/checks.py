@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["LayerShape", "check_finite", "check_states", "finite_witness"]
+from hf_kvq.states import StateShape
+
+__all__ = ["check_finite", "check_states", "finite_witness"]
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """What stays the same from update to update."""
-
-    batch: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(key_states: Tensor, value_states: Tensor) -> LayerShape:
-        """The shape of a layer whose first states these are."""
-        return LayerShape(
-            batch=key_states.shape[0],
-            kv_heads=key_states.shape[1],
-            key_dim=key_states.shape[3],
-            value_dim=value_states.shape[3],
-            dtype=key_states.dtype,
-        )
-
-
-def check_states(key_states: Tensor, value_states: Tensor, layer: int, known: LayerShape | None) -> None:
+def check_states(key_states: Tensor, value_states: Tensor, layer: int, known: StateShape | None) -> None:
     """Refuse what could not be stored as it should be.
 
     Raises:
@@ -60,7 +39,7 @@ def check_states(key_states: Tensor, value_states: Tensor, layer: int, known: La
             f"layer {layer}: an update must bring at least one token, got shape {tuple(key_states.shape)}; "
             "skip the call, or pass inputs of at least one token"
         )
-    came = LayerShape.of(key_states, value_states)
+    came = StateShape.of(key_states, value_states)
     if known is not None and came != known:
         raise ValueError(
             f"layer {layer} holds {known}, got {came}; call reset() before another batch, or make a cache of its own for another model or dtype"

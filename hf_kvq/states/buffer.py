@@ -93,9 +93,15 @@ class TokenBuffer:
         """Where the buffer stands; valid for `restore` until the second append after it."""
         return BufferMark(self.first, self.end)
 
+    def can_restore(self, mark: BufferMark) -> bool:
+        """Whether the tokens of `mark` are still in their slots."""
+        return mark.first == mark.end or (bool(self.tensors) and mark.first >= self._base)
+
     def restore(self, mark: BufferMark) -> None:
         """Go back to `mark`: tokens appended since are forgotten, tokens dropped since are back."""
-        assert mark.first >= self._base, "the tokens before the mark were overwritten"
+        assert self.can_restore(mark), "the tokens of the mark were overwritten"
+        if mark.first == mark.end:
+            self.clear()
         self.first, self.end = mark
 
     def map(self, move: Callable[[Tensor], Tensor]) -> None:

@@ -80,6 +80,10 @@ class Region:
         """See `TokenBuffer.mark`."""
         return self.buffer.mark()
 
+    def can_restore(self, mark: BufferMark) -> bool:
+        """Whether nothing that `mark` needs was overwritten."""
+        return self.buffer.can_restore(mark)
+
     def restore(self, mark: BufferMark) -> None:
         """See `TokenBuffer.restore`."""
         self.buffer.restore(mark)

@@ -1,0 +1,229 @@
+"""All tokens of a layer: sinks (exact), codes, and the residual (newest tokens, exact).
+
+Tokens are counted in columns of the batch, padding included, so every row has the same columns and what is read lines up with the
+model's mask. Codes begin at the first column that is neither padding nor a sink in some row; where a row's padding makes it start
+later than another, its sinks lie over its codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from hf_kvq.codecs import make_codec
+from hf_kvq.config import IdentityConfig, LayerQuant
+from hf_kvq.states.buffer import BufferMark
+from hf_kvq.states.region import Region
+from hf_kvq.states.sinks import SinkStore
+
+__all__ = ["ROLLBACK", "StateShape", "StoreMark", "TokenStore"]
+
+ROLLBACK = 128
+"""Exact tokens that are kept behind the residual on request, so that a crop by as many brings back what was exact."""
+
+Keys = Float[Tensor, "batch kv_heads tokens key_dim"]
+Values = Float[Tensor, "batch kv_heads tokens value_dim"]
+KeyColumns = Float[Tensor, "batch kv_heads columns key_dim"]
+ValueColumns = Float[Tensor, "batch kv_heads columns value_dim"]
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """What stays the same from update to update."""
+
+    batch: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(key_states: Tensor, value_states: Tensor) -> StateShape:
+        """The shape of a layer whose states these are."""
+        batch, kv_heads, _, key_dim = key_states.shape
+        return StateShape(batch, kv_heads, key_dim, value_states.shape[3], key_states.dtype)
+
+
+class StoreMark(NamedTuple):
+    """The boundaries of a store at one time, to go back to."""
+
+    seen: int
+    coded: BufferMark
+    residual: BufferMark
+
+
+class TokenStore:
+    """Keys and values of one layer.
+
+    Args:
+        quant: Codecs of keys and values.
+        shape: Shape and dtype of the states.
+        device: Where they come from and go back to.
+        sinks: First real tokens of every row that stay exact.
+        residual: Newest tokens that stay exact.
+        first_tokens: Column of each row's first real token.
+    """
+
+    def __init__(
+        self,
+        quant: LayerQuant,
+        shape: StateShape,
+        *,
+        device: torch.device,
+        sinks: int,
+        residual: int,
+        first_tokens: list[int],
+    ) -> None:
+        self.shape = shape
+        self.device = device
+        self.residual_size = residual
+        self.seen = 0
+        self.coded = Region(make_codec(quant.keys), make_codec(quant.values))
+        self.residual = Region(make_codec(IdentityConfig()), make_codec(IdentityConfig()))
+        self.sinks = SinkStore(sinks, list(first_tokens)) if sinks else None
+        self._codes_are_states = isinstance(quant.keys, IdentityConfig) and isinstance(quant.values, IdentityConfig)
+        if self.sinks is not None:
+            self.coded.restart_at(self.sinks.start)
+            self.residual.restart_at(self.sinks.start)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages, room for later tokens included."""
+        return self.coded.buffer.nbytes + self.residual.buffer.nbytes + (self.sinks.nbytes if self.sinks else 0)
+
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes of the tokens that are kept, scales included."""
+        used = self.coded.buffer.nbytes_used + self.residual.buffer.nbytes_used
+        return used + (self.sinks.nbytes if self.sinks else 0)
+
+    def append(self, keys: Keys, values: Values, *, recording: bool = False) -> None:
+        """Store new tokens: the first ones as sinks, the newest in the residual, the rest as codes.
+
+        Args:
+            keys: Finite, without gradient.
+            values: Likewise.
+            recording: Keep the last `ROLLBACK` tokens that left the residual exactly, beside their codes.
+        """
+        if self.sinks is not None:
+            self.sinks.write(keys, values, self.seen)
+            only_sinks = min(max(self.sinks.start - self.seen, 0), keys.shape[2])
+            self.seen += only_sinks
+            keys, values = (self.sinks.zeroed(x[:, :, only_sinks:], self.seen) for x in (keys, values))
+        if keys.shape[2] == 0:
+            return
+        start, self.seen = self.seen, self.seen + keys.shape[2]
+        leaving = self.seen - self.residual_size - self.coded.end
+        if leaving > 0:
+            self._encode(keys, values, leaving, start)
+        kept_from = max(self.coded.end - (ROLLBACK if recording else 0), self.residual.first)
+        if self.residual_size == 0:
+            self.residual.restart_at(self.seen)
+        elif kept_from > start:
+            # All of the residual left, and tokens that came now went past it: an exact copy of them is never made.
+            self.residual.restart_at(kept_from)
+            self.residual.append(keys[:, :, kept_from - start :], values[:, :, kept_from - start :])
+        else:
+            self.residual.append(keys, values)
+        self.residual.buffer.drop_before(kept_from)
+
+    def dense(self, first: int, current: tuple[Keys, Values] | None = None) -> tuple[KeyColumns, ValueColumns]:
+        """States of columns `first` and on as attention reads them, with `current` behind them."""
+        if current is None and self._codes_are_states and self.coded.first <= first and self.coded.end == self.seen:
+            return self.coded.states(first, self.seen)
+        held = self.seen - first
+        keys, values = self._empty(held + (current[0].shape[2] if current else 0))
+        if current is not None:
+            keys[:, :, held:], values[:, :, held:] = current
+        coded_first = max(first, self.coded.first)
+        for region, begin, end in (
+            (self.coded, coded_first, self.coded.end),
+            (self.residual, max(first, self.coded.end), self.residual.end),
+        ):
+            if begin < end:
+                columns = slice(begin - first, end - first)
+                region.write_dense(keys[:, :, columns], values[:, :, columns], begin, end)
+        if self.sinks is not None:
+            before_codes = min(coded_first, held)
+            keys[:, :, :before_codes], values[:, :, :before_codes] = 0, 0
+            self.sinks.write_dense(keys[:, :, :held], values[:, :, :held])
+        return keys, values
+
+    def round_trip(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
+        """States as attention would read them after they were stored: codes, with the newest exact. Nothing is stored."""
+        region = Region(self.coded.key_codec, self.coded.value_codec)
+        region.append(keys, values)
+        decoded = torch.empty_like(keys), torch.empty_like(values)
+        region.write_dense(*decoded, 0, len(region))
+        if self.residual_size:
+            for states, exact in zip(decoded, (keys, values), strict=True):
+                states[:, :, -self.residual_size :] = exact[:, :, -self.residual_size :]
+        return decoded
+
+    def drop_before(self, column: int) -> None:
+        """Forget the columns before `column`, of a store without sinks."""
+        self.coded.buffer.drop_before(column)
+
+    def restart_at(self, column: int) -> None:
+        """Forget everything, of a store without sinks; the next token is column `column`."""
+        self.coded.restart_at(column)
+        self.residual.restart_at(column)
+        self.seen = column
+
+    def crop(self, length: int) -> None:
+        """Forget the columns from `length` on. Codes stay as they are; what was kept exactly for it becomes residual again."""
+        coded_end = min(self.coded.end, max(length - self.residual_size, self.residual.first, self.coded.first))
+        self.coded.buffer.drop_from(min(coded_end, length))
+        if length < self.residual.first:
+            self.residual.restart_at(max(length, self.coded.end))
+        else:
+            self.residual.buffer.drop_from(length)
+            self.residual.buffer.drop_before(self.coded.end)
+        self.seen = length
+
+    def mark(self) -> StoreMark:
+        """Where the store stands; valid for `restore` until the second append after it."""
+        return StoreMark(self.seen, self.coded.mark(), self.residual.mark())
+
+    def restore(self, mark: StoreMark) -> bool:
+        """Go back to `mark`; False, and nothing changed, if what it needs was overwritten."""
+        if not (self.coded.can_restore(mark.coded) and self.residual.can_restore(mark.residual)):
+            return False
+        self.coded.restore(mark.coded)
+        self.residual.restore(mark.residual)
+        self.seen = mark.seen
+        return True
+
+    def select_rows(self, rows: Integer[Tensor, " kept"]) -> None:
+        """Keep these rows, in this order: codes, scales, sinks and residual together, without a round trip."""
+        self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+        self.shape = replace(self.shape, batch=len(rows))
+        if self.sinks is not None:
+            self.sinks.select_rows(rows.tolist())
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by `move(tensor)`."""
+        self.coded.map(move)
+        self.residual.map(move)
+        if self.sinks is not None:
+            self.sinks.map(move)
+
+    def _encode(self, keys: Keys, values: Values, leaving: int, start: int) -> None:
+        """Encode the `leaving` tokens behind the codes: first what was in the residual, then of `keys` from column `start` on."""
+        direct = max(leaving - (start - self.coded.end), 0)
+        parts = keys[:, :, :direct], values[:, :, :direct]
+        if start > self.coded.end:
+            held = self.residual.states(self.coded.end, min(self.coded.end + leaving, start))
+            parts = tuple(torch.cat(pair, dim=2) for pair in zip(held, parts, strict=True)) if direct else held
+        self.coded.append(*parts)
+
+    def _empty(self, columns: int) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        sizes = ((shape.batch, shape.kv_heads, columns, dim) for dim in (shape.key_dim, shape.value_dim))
+        keys, values = (torch.empty(size, dtype=shape.dtype, device=self.device) for size in sizes)
+        return keys, values
