@@ -120,9 +120,9 @@ def _dimensions(config: PreTrainedConfig) -> tuple[int, int, int]:
     heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_head", None)
     if not heads:
         raise ValueError(f"the config of a {config.model_type} does not say how many attention heads it has")
-    if getattr(config, "qk_rope_head_dim", None) and getattr(config, "v_head_dim", None):
-        # Multi-head latent attention: transformers caches the expanded heads, whose values are narrower than the keys.
-        return heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    if getattr(config, "kv_lora_rank", None):
+        # Multi-head latent attention: the cache gets the latents before they are expanded, as keys and values of one head.
+        return 1, config.kv_lora_rank, config.qk_rope_head_dim
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return kv_heads, head_dim, head_dim

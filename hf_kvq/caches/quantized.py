@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
+from hf_kvq.caches.storage import fill_cache, read_header, save_cache
 from hf_kvq.config import QuantConfig, resolve_scheme
 from hf_kvq.layers import QuantizedLayer, RowPadding
 
@@ -76,9 +79,8 @@ class QuantizedCache(Cache):
             ]
         )
         if not self.coded_layers:
-            kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(self.layer_types).items()) or "none"
             raise ValueError(
-                f"no layer of this model would be coded (layers: {kinds}; skipped: {sorted(skipped)}); use transformers' DynamicCache"
+                f"no layer of this model would be coded (layers: {_kinds(self.layer_types) or 'none'}; skipped: {sorted(skipped)}); use transformers' DynamicCache"
             )
 
     @property
@@ -126,6 +128,40 @@ class QuantizedCache(Cache):
                 raise type(error)(f"{error}; {hint}") from error
             raise
 
+    def save(self, path: str | Path) -> None:
+        """Write codes, scales and exact tokens to a safetensors file, which `load` reads.
+
+        Raises:
+            ValueError: If a layer of transformers' own holds something that the format has no place for.
+        """
+        self._raise_if_not_finite()
+        save_cache(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, config: PreTrainedConfig, *, device: torch.device | str = "cpu") -> QuantizedCache:
+        """Read a cache that `save` wrote: the next logits are those of the cache that was saved.
+
+        Args:
+            path: The file.
+            config: Config of the model that the cache was filled by.
+            device: Where its layers go; a model spread over several devices needs a cache of its own.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If the file is foreign or cut off, or its layers are not those of `config`.
+        """
+        header = read_header(path)
+        layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        if layer_types != header["layer_types"]:
+            raise ValueError(
+                f"{path} holds a cache of {len(header['layer_types'])} layers ({_kinds(header['layer_types'])}), the config has "
+                f"{len(layer_types)} ({_kinds(layer_types)}); load it with the model that filled it"
+            )
+        skipped = [i for i in header["skipped"] if layer_types[i] in CODED_LAYER_TYPES]
+        cache = cls(config, QuantConfig.from_dict(header["scheme"]), prefill=header["prefill"], skip_layers=skipped)
+        fill_cache(cache, path, header, torch.device(device))
+        return cache
+
     def set_padding(self, attention_mask: Tensor) -> None:
         """Say which columns of the first forwards are padding, before the first one.
 
@@ -144,31 +180,21 @@ class QuantizedCache(Cache):
             layer.set_padding(padding)
 
     def __repr__(self) -> str:
-        kinds = Counter(
-            layer_type
-            for layer, layer_type in zip(self.layers, self.layer_types, strict=True)
-            if isinstance(layer, QuantizedLayer)
-        )
-        stock = Counter(
-            f"{layer_type} ({type(layer).__name__})"
-            for layer, layer_type in zip(self.layers, self.layer_types, strict=True)
-            if not isinstance(layer, QuantizedLayer)
-        )
+        named = list(zip(self.layers, self.layer_types, strict=True))
+        coded = [kind for layer, kind in named if isinstance(layer, QuantizedLayer)]
+        stock = [f"{kind} ({type(layer).__name__})" for layer, kind in named if not isinstance(layer, QuantizedLayer)]
+        counts = sorted({layer.tokens_coded for layer in self.coded_layers})
         lines = [
-            f"QuantizedCache: scheme {self.scheme.name}, sinks {self.scheme.sinks}, residual {self.scheme.residual}, prefill {self.prefill}"
+            f"QuantizedCache: scheme {self.scheme.name}, sinks {self.scheme.sinks}, residual {self.scheme.residual}, "
+            f"prefill {self.prefill}",
+            f"coded: {_kinds(coded)}",
+            *([f"transformers' own: {_kinds(stock)}"] if stock else []),
+            "attention: dense, the model's own over decoded states",
+            f"tokens: {max(layer.seen for layer in self.coded_layers):,} seen, {' to '.join(f'{n:,}' for n in counts[:: max(len(counts) - 1, 1)])} "
+            "coded in a layer",
+            f"bytes: {self.nbytes:,} allocated, {self.nbytes_used:,} used, {self.bits_per_element:.2f} bits an element",
         ]
-        lines.append("  coded: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items()))
-        if stock:
-            lines.append("  transformers' own: " + ", ".join(f"{count} x {kind}" for kind, count in stock.items()))
-        lines.append("  attention: dense, the model's own over decoded states")
-        coded = sorted({layer.tokens_coded for layer in self.coded_layers})
-        span = f"{coded[0]:,}" if len(coded) == 1 else f"{coded[0]:,} to {coded[-1]:,}"
-        seen = max(layer.get_seq_length() for layer in self.coded_layers)
-        lines.append(f"  tokens: {seen:,} seen, {span} coded in a layer")
-        lines.append(
-            f"  bytes: {self.nbytes:,} allocated, {self.nbytes_used:,} used, {self.bits_per_element:.2f} bits an element"
-        )
-        return "\n".join(lines)
+        return "\n  ".join(lines)
 
     @property
     def _stock_layers(self) -> list[object]:
@@ -200,6 +226,10 @@ class QuantizedCache(Cache):
     def _raise_if_not_finite(self) -> None:
         for layer in self.coded_layers:
             layer.raise_if_not_finite()
+
+
+def _kinds(names: list[str]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
 def _skipped_layers(skip_layers: Iterable[int | str], layer_types: list[str]) -> set[int]:

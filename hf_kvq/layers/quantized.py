@@ -108,10 +108,13 @@ class QuantizedLayer(CacheLayerMixin):
         return self.store.nbytes_used if self.store else 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        shape = StateShape.of(key_states, value_states)
+        self.start(StateShape.of(key_states, value_states), key_states.device)
+
+    def start(self, shape: StateShape, device: torch.device) -> None:
+        """Make an empty store for states of this shape."""
         if self.padding is not None:
             self.padding = self.padding.for_batch(shape.batch)
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device = shape.dtype, device
         self.store = TokenStore(
             self.quant,
             shape,
