@@ -16,8 +16,6 @@ from hf_kvq.states.buffer import BufferMark, TokenBuffer
 
 __all__ = ["Region"]
 
-States = Float[Tensor, "batch kv_heads tokens head_dim"]
-
 
 class Region:
     """Tokens `first` to `end` of a layer, held as the codes of two codecs."""
@@ -71,7 +69,9 @@ class Region:
         self.key_codec.decode_into(_part(codes, "key_"), keys)
         self.value_codec.decode_into(_part(codes, "value_"), values)
 
-    def states(self, first: int, end: int) -> tuple[States, States]:
+    def states(
+        self, first: int, end: int
+    ) -> tuple[Float[Tensor, "batch kv_heads tokens key_dim"], Float[Tensor, "batch kv_heads tokens value_dim"]]:
         """Tokens `first` to `end` as they were given, without a copy; for a region of identity codecs."""
         codes = self.buffer.view(first, end)
         return codes["key_codes"], codes["value_codes"]
