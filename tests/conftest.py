@@ -24,10 +24,9 @@ def as_users_run_it() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread for tiny models: the threads of several processes on a small machine wait for each other far longer than they work."""
+def one_thread() -> Iterator[None]:
+    """Threads of several processes on a small machine wait for each other far longer than they work."""
     before = torch.get_num_threads()
-    if "slow" not in request.keywords:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
