@@ -1,0 +1,221 @@
+"""Every generate mode, on real weights; figures are printed (`pytest -m slow -s tests/test_real_models.py`)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from real_models import gemma_for_tests, smollm2_for_tests, wikitext
+from transformers import DynamicCache, LlamaForCausalLM
+
+from hf_kvq import QuantizedCache, expected_nbytes
+from hf_kvq.evaluation.divergence import compare_logits
+from hf_kvq.evaluation.models import cache_argument, forward
+
+pytestmark = pytest.mark.slow
+
+PROMPT = (
+    "The lighthouse stood at the end of the pier. Every evening the keeper climbed the stairs, lit the lamp, and wrote the "
+    "weather in a book. One evening the book was gone. Every evening the keeper"
+)
+SHORT = "A recipe for bread needs"
+
+
+def encode(loaded, *texts):
+    tokenizer = loaded.tokenizer
+    tokenizer.padding_side = "left"
+    return tokenizer(list(texts), return_tensors="pt", padding=len(texts) > 1)
+
+
+def generate(loaded, inputs, cache, **kwargs):
+    settings = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False} | kwargs
+    name = settings.pop("name", "past_key_values")
+    return loaded.model.generate(**inputs, **{name: cache}, pad_token_id=loaded.tokenizer.pad_token_id, **settings)
+
+
+def quantized(loaded, scheme="int8", **kwargs):
+    return QuantizedCache(loaded.model.config, scheme, **kwargs)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "seed_int8", "seed_fp8"])
+def test_greedy_decoding_follows_the_exact_cache(scheme, capsys):
+    loaded = smollm2_for_tests()
+    inputs = encode(loaded, PROMPT)
+    exact = generate(loaded, inputs, DynamicCache(config=loaded.model.config))
+    coded = generate(loaded, inputs, quantized(loaded, scheme))
+    start = inputs["input_ids"].shape[1]
+    same = (exact == coded)[0, start:].int().cumprod(0).sum().item()
+    with capsys.disabled():
+        print(f"\n{scheme}: the first {same} of 40 greedy tokens equal the exact cache's")
+    assert same >= 5
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_sampling_with_returned_sequences(scheme):
+    loaded = smollm2_for_tests()
+    torch.manual_seed(0)
+    out = generate(
+        loaded, encode(loaded, PROMPT), quantized(loaded, scheme, sinks=4), do_sample=True, num_return_sequences=3
+    )
+    assert out.shape[0] == 3
+    assert len({tuple(row.tolist()) for row in out}) == 3
+
+
+def test_identity_samples_what_the_exact_cache_samples():
+    loaded = smollm2_for_tests()
+    outs = []
+    for cache in (DynamicCache(config=loaded.model.config), quantized(loaded, "identity", sinks=4, residual=16)):
+        torch.manual_seed(0)
+        outs.append(generate(loaded, encode(loaded, PROMPT), cache, do_sample=True, num_return_sequences=2))
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_three_beams_through_either_name_of_the_argument(scheme):
+    loaded = smollm2_for_tests()
+    names = {"past_key_values", cache_argument(loaded.model)}
+    outs = [
+        generate(loaded, encode(loaded, PROMPT), quantized(loaded, scheme), num_beams=3, name=name) for name in names
+    ]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    exact = generate(loaded, encode(loaded, PROMPT), quantized(loaded, "identity"), num_beams=3)
+    stock = generate(loaded, encode(loaded, PROMPT), DynamicCache(config=loaded.model.config), num_beams=3)
+    assert torch.equal(exact, stock)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "coded"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_drafts_from_the_prompt_give_the_tokens_of_greedy_decoding(scheme, prefill):
+    loaded = smollm2_for_tests()
+    inputs = encode(loaded, PROMPT)
+    greedy = generate(loaded, inputs, quantized(loaded, scheme, prefill=prefill))
+    assert torch.equal(
+        generate(loaded, inputs, quantized(loaded, scheme, prefill=prefill), prompt_lookup_num_tokens=5), greedy
+    )
+
+
+@pytest.mark.parametrize("prefill", ["exact", "coded"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_an_assistant_gives_the_tokens_of_greedy_decoding(scheme, prefill):
+    loaded = smollm2_for_tests()
+    inputs = encode(loaded, PROMPT)
+    config = copy.deepcopy(loaded.model.config)
+    config.num_hidden_layers = 12
+    assistant = LlamaForCausalLM(config).eval()
+    assistant.load_state_dict(loaded.model.state_dict(), strict=False)
+    assistant.tie_weights()
+    assistant.generation_config = copy.deepcopy(loaded.model.generation_config)
+    greedy = generate(loaded, inputs, quantized(loaded, scheme, prefill=prefill))
+    assert torch.equal(
+        generate(loaded, inputs, quantized(loaded, scheme, prefill=prefill), assistant_model=assistant), greedy
+    )
+
+
+@pytest.mark.parametrize(("scheme", "sinks"), [("int8", 0), ("int8", 4), ("fp8", 0), ("seed_int8", 0)])
+def test_left_padded_rows_equal_themselves_alone(scheme, sinks):
+    loaded = smollm2_for_tests()
+    batch = encode(loaded, SHORT, PROMPT)
+    cache = quantized(loaded, scheme, sinks=sinks)
+    if sinks or scheme.startswith("seed"):
+        cache.set_padding(batch["attention_mask"])
+    together = generate(loaded, batch, cache)
+    for row, text in enumerate((SHORT, PROMPT)):
+        alone = generate(loaded, encode(loaded, text), quantized(loaded, scheme, sinks=sinks))
+        assert torch.equal(together[row, -40:], alone[0, -40:])
+
+
+def test_a_second_turn_on_the_same_cache_reads_what_one_cache_has_read():
+    loaded = smollm2_for_tests()
+    cache = quantized(loaded, prefill="coded")
+    first = generate(loaded, encode(loaded, PROMPT), cache)
+    turn = encode(loaded, "\n\nWhat did the keeper do next?")["input_ids"]
+    both = torch.cat([first, turn], dim=1)
+    inputs = {"input_ids": both, "attention_mask": torch.ones_like(both)}
+    second = generate(loaded, inputs, cache)
+    assert torch.equal(second, generate(loaded, inputs, quantized(loaded, prefill="coded")))
+
+
+def test_chunks_of_a_prefill_read_the_same_codes():
+    loaded = smollm2_for_tests()
+    inputs = encode(loaded, PROMPT)
+    whole = generate(loaded, inputs, quantized(loaded, prefill="coded"))
+    assert torch.equal(generate(loaded, inputs, quantized(loaded, prefill="coded"), prefill_chunk_size=16), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("scheme", ["identity", "int8", "fp8"])
+def test_one_coded_pass_equals_token_by_token_on_256_real_tokens(scheme, dtype, capsys):
+    loaded = smollm2_for_tests()
+    model = loaded.model if dtype == torch.float32 else copy.deepcopy(loaded.model).to(dtype)
+    ids = encode(loaded, wikitext()[:3000])["input_ids"][:, :256]
+    with torch.inference_mode():
+        once = forward(model, ids, QuantizedCache(model.config, scheme, prefill="coded"))[0]
+        cache = QuantizedCache(model.config, scheme)
+        steps = torch.cat([forward(model, ids[:, i : i + 1], cache) for i in range(256)], dim=1)[0]
+        exact = forward(model, ids, DynamicCache(config=model.config))[0]
+    targets = torch.zeros(256, dtype=torch.long)
+    between, coding = compare_logits(once, steps, targets), compare_logits(exact, once, targets)
+    with capsys.disabled():
+        print(
+            f"\n{scheme}, {dtype}: one pass against token by token: max logit difference {between.max_logit_difference:.2e}, "
+            f"mean KL {between.kl.mean():.2e} (exact against coded: {coding.max_logit_difference:.2e}, {coding.kl.mean():.2e})"
+        )
+    if dtype == torch.float64:
+        assert between.max_logit_difference < 1e-6
+    elif scheme == "identity":
+        assert between.max_logit_difference < 1e-3
+    else:
+        # float32 adds in another order, which tips single codes over, and each tipped code moves the states of later layers as much as
+        # coding itself does: the two passes are two draws of the same rounding noise, and no further apart than that.
+        assert between.kl.mean() < 2 * coding.kl.mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "seed_int8"])
+def test_bytes_agree_with_the_storages_and_with_the_formula(scheme, dtype, capsys):
+    loaded = smollm2_for_tests()
+    model = loaded.model if dtype == torch.float32 else copy.deepcopy(loaded.model).to(dtype)
+    ids = encode(loaded, wikitext()[:8000])["input_ids"][:, :1024]
+    cache, exact = QuantizedCache(model.config, scheme), DynamicCache(config=model.config)
+    with torch.inference_mode():
+        forward(model, ids, cache)
+        forward(model, ids, exact)
+    storages = sum(
+        tensor.untyped_storage().nbytes()
+        for layer in cache.layers
+        for tensor in layer.store.coded.buffer.tensors.values()
+    )
+    stock = sum(layer.keys.nbytes + layer.values.nbytes for layer in exact.layers)
+    formula = expected_nbytes(model.config, scheme, 1024, dtype=dtype)
+    with capsys.disabled():
+        print(
+            f"\n{scheme} {dtype}: nbytes {cache.nbytes:,}, storages {storages:,}, formula {formula:,} "
+            f"({formula / cache.nbytes - 1:+.2%}), DynamicCache {stock:,}: ratio {stock / cache.nbytes:.2f}"
+        )
+    assert cache.nbytes == storages
+    assert abs(formula / cache.nbytes - 1) < 0.01
+    assert expected_nbytes(model.config, "exact", 1024, dtype=dtype) == stock
+
+
+def test_gemma_generates_past_its_window_without_getting_worse(capsys):
+    loaded = gemma_for_tests()
+    window = loaded.model.config.sliding_window
+    torch.manual_seed(0)
+    prompt = encode(loaded, "The history of the lighthouse began")
+    cache = quantized(loaded)
+    out = generate(loaded, prompt, cache, do_sample=True, top_k=0, max_new_tokens=1200, min_new_tokens=1200)
+    coded, exact = quantized(loaded, prefill="coded"), DynamicCache(config=loaded.model.config)
+    kl = []
+    with torch.inference_mode():
+        for part in out[:, :-1].split(100, dim=1):
+            logits = [forward(loaded.model, part, each)[0] for each in (exact, coded)]
+            kl.append(compare_logits(*logits, torch.zeros(part.shape[1], dtype=torch.long)).kl)
+    kl = torch.cat(kl)
+    before, beyond = kl[:window].mean().item(), kl[window:].mean().item()
+    with capsys.disabled():
+        print(
+            f"\n{cache}\nGemma 3 270M, int8, {out.shape[1]} tokens: mean KL {before:.2e} before position {window}, {beyond:.2e} beyond"
+        )
+    assert out.shape[1] == prompt["input_ids"].shape[1] + 1200
+    assert beyond <= before
