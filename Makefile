@@ -20,7 +20,7 @@ test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.installed-models
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --durations=10
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
