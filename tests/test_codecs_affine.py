@@ -104,6 +104,16 @@ def test_per_token_int8_error_is_at_most_half_a_scale(shape, dtype):
     assert (error <= codes["scale"].double() / 2 * (1 + 1e-6)).all()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_every_finite_e4m3_code_widens_as_torch_widens_it(dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = every[torch.isfinite(every.float())].view(1, 1, -1, 1)
+    unit = torch.ones(1, 1, codes.shape[2], 1, dtype=torch.bfloat16)
+    widened = PerTokenAffineCodec("fp8").decode({"codes": codes, "scale": unit}, head_dim=1, dtype=dtype)
+    assert torch.equal(widened, codes.to(dtype))
+    assert codes.shape[2] == 254
+
+
 @pytest.mark.parametrize("shape", ODD_SHAPES)
 def test_per_token_fp8_is_nearest_on_its_scaled_grid(shape):
     x = states(*shape)
