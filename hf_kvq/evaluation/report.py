@@ -51,7 +51,7 @@ def heading(receipts: Sequence[Receipt]) -> str:
     if floor := receipt.results.noise_floor:
         lines.append(
             f"Noise floor, exact in one pass against token by token on {floor.tokens:,} tokens: KL "
-            f"{1000 * floor.kl_mean:.2g}e-3, largest logit difference {floor.max_logit_difference:.2g}."
+            f"{floor.kl_mean:.1e}, largest logit difference {floor.max_logit_difference:.2g}."
         )
     lines.append(
         f"Machine: {environment.cpu}, {_count(environment.threads, 'thread')}, {environment.device}; torch {environment.torch}, "
