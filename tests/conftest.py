@@ -23,7 +23,7 @@ def as_users_run_it() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Threads of several processes on a small machine wait for each other far longer than they work."""
     before = torch.get_num_threads()

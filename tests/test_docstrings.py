@@ -21,7 +21,7 @@ def examples():
             yield pytest.param(textwrap.dedent(block), id=f"{name}-{number}")
 
 
-@pytest.mark.parametrize("code", examples())
+@pytest.mark.parametrize("code", list(examples()))
 def test_examples_run(code):
     model = tiny_llama()
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
@@ -31,4 +31,4 @@ def test_examples_run(code):
 
 
 def test_there_is_an_example():
-    assert list(examples())
+    assert len(list(examples())) >= 1

@@ -41,7 +41,7 @@ class QuantizedCache(Cache):
     Example:
         ```python
         cache = QuantizedCache(model.config, "int8")
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
         ```
 
     Raises:
