@@ -356,8 +356,9 @@ LINEAR = Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention"] *
 )
 @pytest.mark.usefixtures("as_users_run_it")
 def test_bad_arguments_are_named_at_construction(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         make(LlamaConfig(num_hidden_layers=2))
+    print(f"\n{caught.value}")
 
 
 def test_skipped_layers_stay_exact():

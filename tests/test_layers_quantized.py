@@ -422,8 +422,9 @@ def test_bad_states_are_named_and_change_nothing(case, residual):
     untouched = QuantizedLayer(INT8, index=7, sinks=2, residual=residual)
     for each in (layer, untouched):
         feed(each, keys, values, [15])
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         layer.update(*spoil(*kv(3, seed=4)))
+    print(f"\n{case}: {caught.value}")
     assert layer.nbytes_used == untouched.nbytes_used
     last = keys[:, :, 15:], values[:, :, 15:]
     assert same(layer.update(*last), untouched.update(*last))

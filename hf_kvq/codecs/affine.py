@@ -107,7 +107,7 @@ class PerTokenAffineCodec(Codec):
 
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
         """`|x - decode(encode(x))| <= scale / 2` for every element in int8; relative 2^-4 in fp8, as its grid has it."""
-        states = states.float()
+        states = _wide(states)
         limit = INT8_MAX if self.mode == "int8" else FP8_MAX
         largest = states.abs().amax(dim=-1, keepdim=True)
         # An all-zero token would divide by zero; the smallest normal number turns it into zeros.
@@ -134,8 +134,8 @@ class PerUpdateAffineCodec(Codec):
         self.mode: Mode = mode
 
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
-        states = states.float()
-        scale = _scale(states.abs().amax(dim=(1, 2, 3), keepdim=True), self.mode)
+        states = _wide(states)
+        scale = _scale(states.abs().amax(dim=(1, 2, 3), keepdim=True).float(), self.mode)
         codes = _round_to_codes(states, scale, self.mode)
         return {"codes": codes, "scale": scale.expand(-1, 1, states.shape[2], 1)}
 
@@ -144,6 +144,11 @@ class PerUpdateAffineCodec(Codec):
 
     def bits_per_token(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return kv_heads * head_dim * 8 + 32
+
+
+def _wide(states: Tensor) -> Tensor:
+    """At least float32: half precision could not tell neighbouring codes apart."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
 def _check_mode(mode: str) -> None:
