@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
 
-from hf_kvq.caches.quantized import CODED_LAYER_TYPES
+from hf_kvq.caches.quantized import CODED_LAYER_TYPES, layer_types_and_kwargs
 from hf_kvq.codecs import make_codec
 from hf_kvq.config import QuantConfig, resolve_scheme
 from hf_kvq.states import round_up
@@ -55,7 +54,7 @@ def layer_memory(config: PreTrainedConfig, context: int) -> list[LayerMemory]:
     if context < 1:
         raise ValueError(f"context must be at least 1 token, got {context}")
     text = config.get_text_config(decoder=True)
-    layer_types, kwargs = get_layer_types_and_kwargs(text)
+    layer_types, kwargs = layer_types_and_kwargs(config)
     layers = []
     for layer_type, layer_kwargs, layer_config in zip(layer_types, kwargs, text.per_layer_config, strict=True):
         window = layer_kwargs.get("sliding_window")

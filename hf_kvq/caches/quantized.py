@@ -25,6 +25,17 @@ __all__ = ["QuantizedCache"]
 CODED_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+def layer_types_and_kwargs(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """Types of a model's layers, and what transformers' layer of each type takes."""
+    layer_types, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    shared: Any = kwargs
+    if isinstance(shared, dict):  # before transformers 5.19 one dictionary stands for all layers
+        window = {"sliding_window": shared["sliding_window"]} if "sliding_window" in shared else {}
+        of_type = {"full_attention": {}, "sliding_attention": window}
+        return layer_types, [of_type.get(layer_type, shared) for layer_type in layer_types]
+    return layer_types, kwargs
+
+
 class QuantizedCache(Cache):
     """A cache that keeps every token that the model may still read, as codes.
 
@@ -64,7 +75,7 @@ class QuantizedCache(Cache):
             raise ValueError(f"prefill must be 'exact' or 'coded', got {prefill!r}")
         self.scheme = resolve_scheme(scheme, sinks=sinks, residual=residual)
         self.prefill: Literal["exact", "coded"] = prefill
-        self.layer_types, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        self.layer_types, kwargs = layer_types_and_kwargs(config)
         skipped = _skipped_layers(skip_layers, self.layer_types)
         if outside := [index for index, _ in self.scheme.overrides if index >= len(self.layer_types)]:
             raise ValueError(
@@ -151,7 +162,7 @@ class QuantizedCache(Cache):
             ValueError: If the file is foreign or cut off, or its layers are not those of `config`.
         """
         header = read_header(path)
-        layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        layer_types, _ = layer_types_and_kwargs(config)
         if layer_types != header["layer_types"]:
             raise ValueError(
                 f"{path} holds a cache of {len(header['layer_types'])} layers ({_kinds(header['layer_types'])}), the config has "

@@ -196,7 +196,7 @@ class QuantizedLayer(CacheLayerMixin):
         """Keep what a coming `crop` may need until it comes."""
         self.record_past = True
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` tokens; what was coded stays coded, bit for bit.
 
         With a residual, tokens that left it stay coded, except for the last `hf_kvq.states.ROLLBACK` while the past is recorded.
@@ -205,6 +205,7 @@ class QuantizedLayer(CacheLayerMixin):
             ValueError: If the number is positive, or more than are held.
             RuntimeError: If a sliding layer has dropped tokens that the shorter window needs.
         """
+        tokens_to_remove = int(tokens_to_remove)  # early 5.x passes a tensor of one number
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes the negative number of tokens to remove, got {tokens_to_remove}; "
