@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -41,6 +40,7 @@ from hf_kvq.evaluation import (
 )
 from hf_kvq.evaluation.candidates import Exact
 from hf_kvq.evaluation.config import Bos, Dtype, Join, Prefill, Protocol
+from hf_kvq.evaluation.models import cache_argument
 
 __all__ = ["main"]
 
@@ -72,7 +72,7 @@ def _generate(args: argparse.Namespace) -> None:
     prompt_tokens = inputs["input_ids"].shape[1]
     output = cast(Any, loaded.model).generate(
         **inputs,
-        **{_cache_argument(loaded): cache},
+        **{cache_argument(loaded.model): cache},
         max_new_tokens=args.max_new_tokens,
         do_sample=False,
         streamer=None if args.json else TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
@@ -158,11 +158,6 @@ def _inputs(loaded: LoadedModel, prompt: str, *, chat: bool) -> BatchEncoding:
         prompt = cast(str, loaded.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
     # A template writes the special tokens itself.
     return loaded.tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt").to(loaded.model.device)
-
-
-def _cache_argument(loaded: LoadedModel) -> str:
-    """How the installed transformers calls the cache: `cache` from 5.24 on."""
-    return "cache" if "cache" in inspect.signature(type(loaded.model).forward).parameters else "past_key_values"
 
 
 def _cache_figures(scheme: str, cache: DynamicCache | QuantizedCache, config: PreTrainedConfig) -> dict[str, Any]:
