@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,9 +16,11 @@ NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
 def executed(folder: Path) -> nbformat.NotebookNode:
     """The notebook after a run in `folder`, without what went to standard error: progress bars and warnings."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    # The kernel chooses how plots are drawn, whatever the environment of the caller says: a notebook shows them inline.
+    environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     nbclient.NotebookClient(
         notebook, timeout=900, record_timing=False, resources={"metadata": {"path": str(folder)}}
-    ).execute()
+    ).execute(env=environment)
     for cell in code_cells(notebook):
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
