@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_kvq.attention import ATTENTION
 from hf_kvq.caches import QuantizedCache, expected_nbytes
 from hf_kvq.codecs.affine import (
     AffineQuantized,
@@ -12,6 +13,7 @@ from hf_kvq.codecs.affine import (
 from hf_kvq.config import PRESETS, AffineConfig, IdentityConfig, LayerQuant, QuantConfig, resolve_scheme
 
 __all__ = [
+    "ATTENTION",
     "PRESETS",
     "AffineConfig",
     "AffineQuantized",

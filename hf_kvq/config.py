@@ -41,21 +41,24 @@ class IdentityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AffineConfig:
-    """Eight bits an element and one scale for a group.
+    """Eight or four bits an element and one scale for a group.
 
     Attributes:
-        mode: `"int8"`: integers -127 to 127, symmetric. `"fp8"`: `torch.float8_e4m3fn`.
+        mode: `"int8"`: integers -127 to 127, symmetric. `"fp8"`: `torch.float8_e4m3fn`. `"int4"`: integers -7 to 7, two in a byte, per token only; a
+            plain baseline whose loss most models show.
         granularity: `"per_token"`: a bfloat16 scale for every token of every head. `"per_update"`: the seed's per-tensor
             rule, one float32 scale for all that one row stores in one update.
     """
 
     kind: Literal["affine"] = "affine"
-    mode: Literal["int8", "fp8"] = "int8"
+    mode: Literal["int8", "fp8", "int4"] = "int8"
     granularity: Literal["per_token", "per_update"] = "per_token"
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, ("int8", "fp8"))
+        _one_of("mode", self.mode, ("int8", "fp8", "int4"))
         _one_of("granularity", self.granularity, ("per_token", "per_update"))
+        if self.mode == "int4" and self.granularity != "per_token":
+            raise ValueError("mode 'int4' needs granularity 'per_token', got 'per_update'; leave granularity out")
 
 
 CodecConfig = IdentityConfig | AffineConfig

@@ -45,7 +45,7 @@ def test_sinks_and_residual_replace_the_schemes_own():
         (lambda: resolve_scheme(8), "preset's name or a QuantConfig, got 8"),
         (lambda: resolve_scheme("int8", sinks=-1), "sinks must be a whole number of at least 0, got -1"),
         (lambda: resolve_scheme("int8", residual=1.5), "residual must be .* got 1.5"),
-        (lambda: AffineConfig(mode="int5"), "mode must be one of 'int8', 'fp8', got 'int5'"),
+        (lambda: AffineConfig(mode="int5"), "mode must be one of 'int8', 'fp8', 'int4', got 'int5'"),
         (lambda: AffineConfig(granularity="per_head"), "granularity must be one of"),
         (lambda: QuantConfig(keys="int8", values=AffineConfig()), "keys must be a codec config, got 'int8'"),
         (

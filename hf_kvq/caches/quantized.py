@@ -18,7 +18,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_laye
 
 from hf_kvq.caches.storage import fill_cache, read_header, save_cache
 from hf_kvq.config import QuantConfig, resolve_scheme
-from hf_kvq.layers import QuantizedLayer, RowPadding
+from hf_kvq.kernels import kernels_for
+from hf_kvq.layers import LiveConfig, QuantizedLayer, RowPadding
 
 __all__ = ["QuantizedCache"]
 
@@ -75,6 +76,7 @@ class QuantizedCache(Cache):
             raise ValueError(f"prefill must be 'exact' or 'coded', got {prefill!r}")
         self.scheme = resolve_scheme(scheme, sinks=sinks, residual=residual)
         self.prefill: Literal["exact", "coded"] = prefill
+        self._model = LiveConfig(config.get_text_config(decoder=True))
         self.layer_types, kwargs = layer_types_and_kwargs(config)
         skipped = _skipped_layers(skip_layers, self.layer_types)
         if outside := [index for index, _ in self.scheme.overrides if index >= len(self.layer_types)]:
@@ -200,12 +202,23 @@ class QuantizedCache(Cache):
             f"prefill {self.prefill}",
             f"coded: {_kinds(coded)}",
             *([f"transformers' own: {_kinds(stock)}"] if stock else []),
-            "attention: dense, the model's own over decoded states",
+            self._attention,
             f"tokens: {max(layer.seen for layer in self.coded_layers):,} seen, {' to '.join(f'{n:,}' for n in counts[:: max(len(counts) - 1, 1)])} "
             "coded in a layer",
             f"bytes: {self.nbytes:,} allocated, {self.nbytes_used:,} used, {self.bits_per_element:.2f} bits an element",
         ]
         return "\n  ".join(lines)
+
+    @property
+    def _attention(self) -> str:
+        """How the model attends now, and by which kernels."""
+        if not self._model.attends_codes:
+            return "attention: dense, the model's own over decoded states"
+        devices = sorted({layer.device.type for layer in self.coded_layers if layer.store is not None} or {"cpu"})
+        kernels = "; ".join(
+            f"{', then '.join(kernel.name for kernel in kernels_for(device))} on {device}" for device in devices
+        )
+        return f"attention: fused, over codes by {kernels}"
 
     @property
     def _stock_layers(self) -> list[object]:
@@ -224,6 +237,7 @@ class QuantizedCache(Cache):
             sinks=0 if sliding_window is not None else self.scheme.sinks,
             residual=self.scheme.residual,
             prefill=self.prefill,
+            model=self._model,
         )
 
     def _undo_forward(self, layer_idx: int) -> list[int]:

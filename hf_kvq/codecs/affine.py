@@ -20,10 +20,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hf_kvq.codecs.base import Codec, Codes
+from hf_kvq.packing import Layout, pack_int4
 
 __all__ = [
     "AffineQuantized",
     "PerTokenAffineCodec",
+    "PerTokenInt4Codec",
     "PerUpdateAffineCodec",
     "dequantize_kv_cache",
     "quantization_error_per_token",
@@ -33,6 +35,7 @@ __all__ = [
 Mode = Literal["int8", "fp8"]
 
 INT8_MAX = 127.0
+INT4_MAX = 7.0
 FP8_MAX = 448.0
 """Largest finite number of e4m3 (arXiv:2209.05433)."""
 
@@ -98,12 +101,16 @@ def quantization_error_per_token(x: Tensor, *, mode: Mode = "int8") -> Float[Ten
     return error.reshape(x.shape[0], -1).mean(dim=1)
 
 
+_LAYOUTS: dict[Mode, Layout] = {"int8": "int8", "fp8": "e4m3"}
+
+
 class PerTokenAffineCodec(Codec):
     """Eight bits an element, a bfloat16 scale per token and head. Codes depend on the token alone."""
 
     def __init__(self, mode: Mode) -> None:
         _check_mode(mode)
         self.mode: Mode = mode
+        self.layout = _LAYOUTS[mode]
 
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
         """`|x - decode(encode(x))| <= scale / 2` for every element in int8; relative 2^-4 in fp8, as its grid has it."""
@@ -121,6 +128,33 @@ class PerTokenAffineCodec(Codec):
         return kv_heads * (head_dim * 8 + 16)
 
 
+class PerTokenInt4Codec(Codec):
+    """Four bits an element, a bfloat16 scale per token and head: the plain baseline of the low-bit codecs, codes -7 to 7."""
+
+    layout = "int4"
+
+    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
+        """`|x - decode(encode(x))| <= scale / 2 + 2^-9 |x|` for every element: the scale is rounded to bfloat16.
+
+        Raises:
+            ValueError: If head_dim is odd.
+        """
+        states = _wide(states)
+        scale = (states.abs().amax(dim=-1, keepdim=True) / INT4_MAX).clamp(min=torch.finfo(torch.bfloat16).tiny)
+        scale = scale.to(torch.bfloat16)
+        codes = (states / scale.float()).round_().clamp_(-INT4_MAX, INT4_MAX).to(torch.int8)
+        return {"codes": pack_int4(codes), "scale": scale}
+
+    def decode_into(self, codes: Codes, out: Float[Tensor, "batch kv_heads tokens head_dim"]) -> None:
+        half = out.shape[-1] // 2
+        out[..., :half].copy_(codes["codes"] & 15)
+        out[..., half:].copy_(codes["codes"] >> 4)
+        out.sub_(8).mul_(codes["scale"].float())
+
+    def bits_per_token(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return kv_heads * (head_dim * 4 + 16)
+
+
 class PerUpdateAffineCodec(Codec):
     """The seed's rule in a cache: one float32 scale for everything that one row stores in one update.
 
@@ -132,6 +166,7 @@ class PerUpdateAffineCodec(Codec):
     def __init__(self, mode: Mode) -> None:
         _check_mode(mode)
         self.mode: Mode = mode
+        self.layout = _LAYOUTS[mode]
 
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
         states = _wide(states)

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hf_kvq.packing import Layout
+
 __all__ = ["Codec", "Codes"]
 
 Codes = Mapping[str, Tensor]
@@ -21,6 +23,9 @@ Codes = Mapping[str, Tensor]
 
 class Codec(ABC):
     """Turns states of whole tokens into codes and back."""
+
+    layout: Layout = "other"
+    """How the codes are laid out, for kernels that read them."""
 
     block: int = 1
     """Tokens that are encoded together; `encode` takes a multiple of it."""

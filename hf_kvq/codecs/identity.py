@@ -14,6 +14,8 @@ __all__ = ["IdentityCodec"]
 class IdentityCodec(Codec):
     """States in, the same states out."""
 
+    layout = "states"
+
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
         return {"codes": states}
 

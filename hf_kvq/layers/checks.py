@@ -47,22 +47,26 @@ def check_states(key_states: Tensor, value_states: Tensor, layer: int, known: St
 
 
 def finite_witness(key_states: Tensor, value_states: Tensor) -> Tensor:
-    """One number that is finite exactly when every element is; nothing is copied to the host."""
+    """One number that is not finite if an element is not; nothing is copied to the host. Huge elements may make it infinite too."""
     # Sums of half precision overflow in their own dtype.
-    return sum(
-        (x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) * 0 for x in (key_states, value_states)),
-        torch.zeros((), device=key_states.device),
-    )
+    dtype = torch.promote_types(key_states.dtype, torch.float32)
+    return key_states.sum(dtype=dtype) + value_states.sum(dtype=dtype)
 
 
-def check_finite(witness: Tensor, layer: int) -> None:
+def check_finite(witness: Tensor, layer: int, *states: Tensor) -> None:
     """Raise if a `finite_witness` says so; waits for the device.
+
+    Args:
+        witness: Of these states, or of more.
+        layer: Index of the layer.
+        states: What to look at again where the witness is not finite; without any, the witness is believed.
 
     Raises:
         ValueError: If an element was NaN or infinite.
     """
-    if not math.isfinite(witness.item()):
-        raise ValueError(
-            f"layer {layer}: key or value states hold NaN or infinity and were not stored; look for an overflow in the model "
-            "(float16 often does: try bfloat16 or float32) or for a corrupt input"
-        )
+    if math.isfinite(witness.item()) or (states and all(bool(x.isfinite().all()) for x in states)):
+        return
+    raise ValueError(
+        f"layer {layer}: key or value states hold NaN or infinity and were not stored; look for an overflow in the model "
+        "(float16 often does: try bfloat16 or float32) or for a corrupt input"
+    )

@@ -8,16 +8,19 @@ after the first read codes too, so that verifying a draft gives what decoding to
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvq.config import LayerQuant
 from hf_kvq.layers.checks import check_finite, check_states, finite_witness
+from hf_kvq.layers.live import LiveConfig
 from hf_kvq.layers.padding import RowPadding
-from hf_kvq.states import StateShape, StoreMark, TokenStore
+from hf_kvq.states import CodedStates, StateShape, StoreMark, StoreView, TokenStore
 
 __all__ = ["QuantizedLayer"]
 
@@ -32,6 +35,7 @@ class QuantizedLayer(CacheLayerMixin):
         sinks: First real tokens of every row that stay exact.
         residual: Newest tokens that stay exact.
         prefill: What tokens of one forward see of each other.
+        model: The model's config, which says how it attends; None for a model that reads tensors.
     """
 
     is_compileable = False
@@ -46,6 +50,7 @@ class QuantizedLayer(CacheLayerMixin):
         sinks: int = 0,
         residual: int = 0,
         prefill: Literal["exact", "coded"] = "exact",
+        model: LiveConfig | None = None,
     ) -> None:
         super().__init__()
         self.quant = quant
@@ -54,6 +59,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.sinks = sinks
         self.residual = residual
         self.prefill: Literal["exact", "coded"] = prefill
+        self.model = model
         self.record_past = False
         self.padding: RowPadding | None = None
         self.store: TokenStore | None = None
@@ -122,12 +128,14 @@ class QuantizedLayer(CacheLayerMixin):
             sinks=self.sinks,
             residual=self.residual,
             first_tokens=self.padding.first if self.padding else [0] * shape.batch,
+            window=self.window,
+            layer=self.index,
         )
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor] | tuple[CodedStates, CodedStates]:
         """Store the states of new tokens and return those that attention reads now.
 
         Args:
@@ -137,40 +145,22 @@ class QuantizedLayer(CacheLayerMixin):
             kwargs: Likewise.
 
         Returns:
-            Keys and values of as many columns as `get_mask_sizes` announced, in the model's dtype. Codes carry no gradient.
+            Keys and values of as many columns as `get_mask_sizes` announced, in the model's dtype; or, where the model is set to attention over
+            codes, a handle that stands for both. Codes carry no gradient.
 
         Raises:
             TypeError: If the states are not floating point tensors.
             ValueError: If shape or dtype do not fit what is held, there is no token, or a state is not finite. Nothing is stored then.
         """
         check_states(key_states, value_states, self.index, self.store.shape if self.store else None)
-        keys, values = key_states.detach(), value_states.detach()
-        if self.padding is not None:
-            self.padding = self.padding.for_batch(keys.shape[0])
-            keys, values = (self.padding.zeroed(x, self.seen) for x in (keys, values))
-        self._check_finite(keys, values)
-        if self.store is None:
-            self.lazy_initialization(key_states, value_states)
-        assert self.store is not None
-        self._mark = self.store.mark()
-        tokens, visible = keys.shape[2], self._visible_from(self.seen)
-        outlasts_window = self.window is not None and not self.record_past and tokens >= self.window
-        reads_codes = tokens == 1 or self.prefill == "coded" or (self.record_past and self.seen > 0)
-        if reads_codes and not outlasts_window:
-            self.store.append(keys, values, recording=self.record_past)
-            states = self.store.dense(visible)
-        else:
-            current = self.store.round_trip(keys, values) if reads_codes else (key_states, value_states)
-            states = self.store.dense(visible, current) if self.seen > visible else current
-            if outlasts_window:
-                # The last window - 1 tokens are all that a later forward reads.
-                kept = min(tokens, self._window - 1)
-                self.store.restart_at(self.seen + tokens - kept)
-                keys, values = keys[:, :, -kept:], values[:, :, -kept:]
-            self.store.append(keys, values, recording=self.record_past)
-        if self.window is not None and not self.record_past:
-            self.store.drop_before(self._visible_from(self.seen))
-        return states
+        padding_matters = self.store is None and self.padding is None
+        view = self._take(key_states, value_states)
+        if self.model is None or not self.model.attends_codes:
+            return view.dense()
+        padding_matters = padding_matters and self.store is not None and self.store.depends_on_padding
+        learn = partial(self._take_anew, key_states, value_states) if padding_matters else None
+        handle = CodedStates(view, learn)
+        return handle, handle
 
     def undo_update(self) -> bool:
         """Take the last update back, if nothing that it dropped was overwritten; returns whether that was so."""
@@ -294,10 +284,51 @@ class QuantizedLayer(CacheLayerMixin):
     def _check_finite(self, keys: Tensor, values: Tensor) -> None:
         witness = finite_witness(keys, values)
         if keys.device.type == "cpu":
-            check_finite(witness, self.index)
+            check_finite(witness, self.index, keys, values)
         else:
             # Reading it would wait for the device at every step; it is read when bytes are counted.
-            self._witness = witness if self._witness is None else self._witness + witness
+            self._witness = witness * 0 if self._witness is None else self._witness + witness * 0
+
+    def _take(self, key_states: Tensor, value_states: Tensor) -> StoreView:
+        """Store new tokens; returns what attention reads in this forward."""
+        keys, values = key_states.detach(), value_states.detach()
+        if self.padding is not None:
+            self.padding = self.padding.for_batch(keys.shape[0])
+            keys, values = (self.padding.zeroed(x, self.seen) for x in (keys, values))
+        self._check_finite(keys, values)
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.store is not None
+        self._mark = self.store.mark()
+        tokens, visible = keys.shape[2], self._visible_from(self.seen)
+        outlasts_window = self.window is not None and not self.record_past and tokens >= self.window
+        reads_codes = tokens == 1 or self.prefill == "coded" or (self.record_past and self.seen > 0)
+        if reads_codes and not outlasts_window:
+            self.store.append(keys, values, recording=self.record_past)
+            view = self.store.view(visible)
+        else:
+            current = self.store.round_trip(keys, values) if reads_codes else (key_states, value_states)
+            view = self.store.view(visible, current)
+            if outlasts_window:
+                # The last window - 1 tokens are all that a later forward reads.
+                kept = min(tokens, self._window - 1)
+                self.store.restart_at(self.seen + tokens - kept)
+                keys, values = keys[:, :, -kept:], values[:, :, -kept:]
+            self.store.append(keys, values, recording=self.record_past, in_place=False)
+        if self.window is not None and not self.record_past:
+            self.store.drop_before(self._visible_from(self.seen))
+        return view
+
+    def _take_anew(self, key_states: Tensor, value_states: Tensor, real: Bool[Tensor, "batch columns"]) -> StoreView:
+        """Store the first forward's tokens again, now that it is known which of them are padding."""
+        self._forget()
+        try:
+            self.padding = RowPadding.from_mask(real)
+        except ValueError as error:
+            raise ValueError(
+                f"layer {self.index}: {error}; or call cache.set_padding with the whole mask before the first forward"
+            ) from error
+        return self._take(key_states, value_states)
 
     def _select_rows(self, rows: Tensor) -> None:
         if self.store is None:

@@ -1,8 +1,10 @@
-"""What a layer holds: a store of sinks, coded tokens and a residual, over token buffers."""
+"""What a layer holds: a store of sinks, coded tokens and a residual, over token buffers; and what a forward reads of it."""
 
 from __future__ import annotations
 
 from hf_kvq.states.buffer import round_up
+from hf_kvq.states.handle import ATTENTION, CodedStates
 from hf_kvq.states.store import ROLLBACK, StateShape, StoreMark, TokenStore
+from hf_kvq.states.view import StoreView
 
-__all__ = ["ROLLBACK", "StateShape", "StoreMark", "TokenStore", "round_up"]
+__all__ = ["ATTENTION", "ROLLBACK", "CodedStates", "StateShape", "StoreMark", "StoreView", "TokenStore", "round_up"]

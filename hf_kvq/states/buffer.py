@@ -62,14 +62,26 @@ class TokenBuffer:
         """Bytes of the tokens that are kept."""
         return sum(tensor.nbytes // max(self.capacity, 1) * len(self) for tensor in self.tensors.values())
 
-    def append(self, parts: Mapping[str, Tensor]) -> None:
-        """Add tokens at the end; every part holds the same number of them."""
+    def append(self, parts: Mapping[str, Tensor], *, in_place: bool = True) -> None:
+        """Add tokens at the end; every part holds the same number of them.
+
+        Args:
+            parts: The tokens.
+            in_place: Whether kept tokens may move within their storage; if not, and they must move, views of them stay as they are.
+        """
         tokens = next(iter(parts.values())).shape[2]
-        self._make_room(parts, tokens)
+        self._make_room(parts, tokens, in_place)
         start = self.end - self._base
         for name, part in parts.items():
             self.tensors[name][:, :, start : start + tokens].copy_(part)
         self.end += tokens
+
+    def extend(self, tokens: int, *, in_place: bool = True) -> dict[str, Tensor]:
+        """Add tokens at the end of a buffer that holds some, and return their slots to write to; `in_place` as in `append`."""
+        self._make_room(self.tensors, tokens, in_place)
+        start = self.end - self._base
+        self.end += tokens
+        return {name: tensor[:, :, start : start + tokens] for name, tensor in self.tensors.items()}
 
     def view(self, first: int | None = None, end: int | None = None) -> dict[str, Tensor]:
         """Tokens `first` to `end` (all that are kept, where not given) without a copy."""
@@ -113,7 +125,7 @@ class TokenBuffer:
         self.tensors = {}
         self.first = self.end = self._base = 0
 
-    def _make_room(self, parts: Mapping[str, Tensor], tokens: int) -> None:
+    def _make_room(self, parts: Mapping[str, Tensor], tokens: int, in_place: bool) -> None:
         if not self.tensors:
             self.tensors = {name: self._new(part, round_up(tokens)) for name, part in parts.items()}
             self._base = self.first
@@ -122,7 +134,7 @@ class TokenBuffer:
         if self.end - self._base + tokens <= self.capacity:
             return
         roomy = round_up(needed + needed // 4)
-        if needed <= self.capacity <= roomy:
+        if in_place and needed <= self.capacity <= roomy:
             self._move_down()
         else:
             self._move_to({name: self._new(tensor, roomy) for name, tensor in self.tensors.items()})

@@ -1,18 +1,22 @@
 """A region: consecutive tokens of a layer, keys and values together, coded in one way.
 
 Every region answers the same questions, so a layer never asks what codec it holds: how many tokens, how many bytes, and
-`write_dense`, the states that a model's own attention reads.
+`segment`, what attention reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from hf_kvq.codecs import Codec
+from hf_kvq.codecs.affine import PerTokenAffineCodec
+from hf_kvq.kernels import FEW, Operand, encoder_for
 from hf_kvq.states.buffer import BufferMark, TokenBuffer
+from hf_kvq.states.view import Segment
 
 __all__ = ["Region"]
 
@@ -24,6 +28,12 @@ class Region:
         self.key_codec = key_codec
         self.value_codec = value_codec
         self.buffer = TokenBuffer()
+        per_token = isinstance(key_codec, PerTokenAffineCodec) and isinstance(value_codec, PerTokenAffineCodec)
+        self._encoder = (
+            encoder_for(key_codec.layout, "cpu") if per_token and key_codec.layout == value_codec.layout else None
+        )
+        self.dims = (0, 0)
+        """Channels of a key and of a value, known from the first tokens on."""
         self.tokens_encoded = 0
         """Tokens ever encoded here: a decode step adds the new ones and no more."""
 
@@ -49,25 +59,48 @@ class Region:
         self,
         keys: Float[Tensor, "batch kv_heads tokens key_dim"],
         values: Float[Tensor, "batch kv_heads tokens value_dim"],
+        *,
+        in_place: bool = True,
     ) -> None:
-        """Encode tokens and keep their codes."""
+        """Encode tokens and keep their codes.
+
+        Args:
+            keys: Finite states.
+            values: Likewise.
+            in_place: Whether older tokens may move within their storage to make room; what `segment` gave then reads other tokens.
+        """
+        self.dims = keys.shape[3], values.shape[3]
+        self.tokens_encoded += keys.shape[2]
+        if self._encodes_in_place(keys) and self._encodes_in_place(values):
+            codes = self.buffer.extend(keys.shape[2], in_place=in_place)
+            for name, states in (("key", keys), ("value", values)):
+                self._encoder(states, codes[f"{name}_codes"], codes[f"{name}_scale"])
+            return
         self.buffer.append(
             {f"key_{name}": part for name, part in self.key_codec.encode(keys).items()}
-            | {f"value_{name}": part for name, part in self.value_codec.encode(values).items()}
+            | {f"value_{name}": part for name, part in self.value_codec.encode(values).items()},
+            in_place=in_place,
         )
-        self.tokens_encoded += keys.shape[2]
 
-    def write_dense(
-        self,
-        keys: Float[Tensor, "batch kv_heads tokens key_dim"],
-        values: Float[Tensor, "batch kv_heads tokens value_dim"],
-        first: int,
-        end: int,
-    ) -> None:
-        """Decode tokens `first` to `end` into the two tensors, in their dtype."""
+    def _encodes_in_place(self, states: Tensor) -> bool:
+        """Whether a compiled encoder takes these states; the buffer must be there to write to."""
+        return (
+            self._encoder is not None
+            and 0 < states.shape[2] <= FEW
+            and bool(self.buffer.tensors)
+            and states.dtype in (torch.float32, torch.bfloat16)
+            and states.device.type == "cpu"
+            and states.stride(3) == 1
+        )
+
+    def segment(self, first: int, end: int) -> Segment:
+        """Tokens `first` to `end` as they are stored, without a copy."""
         codes = self.buffer.view(first, end)
-        self.key_codec.decode_into(_part(codes, "key_"), keys)
-        self.value_codec.decode_into(_part(codes, "value_"), values)
+        return Segment(
+            first,
+            Operand(self.key_codec.layout, _part(codes, "key_"), self.dims[0], self.key_codec.decode_into),
+            Operand(self.value_codec.layout, _part(codes, "value_"), self.dims[1], self.value_codec.decode_into),
+        )
 
     def states(
         self, first: int, end: int

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hf_kvq.states.view import SinkStates
+
 __all__ = ["SinkStore"]
 
 
@@ -70,19 +72,9 @@ class SinkStore:
             states[row, :, begin - column : max(end, begin) - column] = 0
         return states
 
-    def write_dense(
-        self,
-        keys: Float[Tensor, "batch kv_heads tokens key_dim"],
-        values: Float[Tensor, "batch kv_heads tokens value_dim"],
-    ) -> None:
-        """Put the sinks at their columns of tensors that hold columns 0 and on."""
-        if self.tensors is None:
-            return
-        for row in range(len(self.first)):
-            begin, end = self._columns(row, 0, keys.shape[2])
-            if begin < end:
-                for store, states in zip(self.tensors, (keys, values), strict=True):
-                    states[row, :, begin:end] = store[row, :, : end - begin]
+    def states(self, end: int) -> SinkStates | None:
+        """The sinks at columns before `end` as attention reads them; None while there are none."""
+        return None if self.tensors is None else SinkStates(*self.tensors, list(self.first), end)
 
     def _new(self, states: Tensor) -> Tensor:
         return states.new_zeros(*states.shape[:2], self.count, states.shape[3])

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from hf_kvq.codecs import make_codec
 from hf_kvq.config import IdentityConfig, LayerQuant
+from hf_kvq.kernels import Operand
 from hf_kvq.states.buffer import BufferMark
 from hf_kvq.states.region import Region
 from hf_kvq.states.sinks import SinkStore
+from hf_kvq.states.view import Segment, StoreView, copy_states
 
 __all__ = ["ROLLBACK", "StateShape", "StoreMark", "TokenStore"]
 
@@ -28,8 +30,6 @@ ROLLBACK = 128
 
 Keys = Float[Tensor, "batch kv_heads tokens key_dim"]
 Values = Float[Tensor, "batch kv_heads tokens value_dim"]
-KeyColumns = Float[Tensor, "batch kv_heads columns key_dim"]
-ValueColumns = Float[Tensor, "batch kv_heads columns value_dim"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class TokenStore:
         sinks: First real tokens of every row that stay exact.
         residual: Newest tokens that stay exact.
         first_tokens: Column of each row's first real token.
+        window: Columns that a query sees, itself included; None for all.
+        layer: Index of the layer, for errors.
     """
 
     def __init__(
@@ -78,18 +80,27 @@ class TokenStore:
         sinks: int,
         residual: int,
         first_tokens: list[int],
+        window: int | None = None,
+        layer: int = 0,
     ) -> None:
         self.shape = shape
+        self.window = window
+        self.layer = layer
         self.device = device
         self.residual_size = residual
         self.seen = 0
         self.coded = Region(make_codec(quant.keys), make_codec(quant.values))
         self.residual = Region(make_codec(IdentityConfig()), make_codec(IdentityConfig()))
         self.sinks = SinkStore(sinks, list(first_tokens)) if sinks else None
-        self._codes_are_states = isinstance(quant.keys, IdentityConfig) and isinstance(quant.values, IdentityConfig)
         if self.sinks is not None:
             self.coded.restart_at(self.sinks.start)
             self.residual.restart_at(self.sinks.start)
+
+    @property
+    def depends_on_padding(self) -> bool:
+        """Whether what is stored would differ if it were known which columns are padding."""
+        codecs = self.coded.key_codec, self.coded.value_codec
+        return self.sinks is not None or any(codec.depends_on_chunks for codec in codecs)
 
     @property
     def nbytes(self) -> int:
@@ -102,13 +113,14 @@ class TokenStore:
         used = self.coded.buffer.nbytes_used + self.residual.buffer.nbytes_used
         return used + (self.sinks.nbytes if self.sinks else 0)
 
-    def append(self, keys: Keys, values: Values, *, recording: bool = False) -> None:
+    def append(self, keys: Keys, values: Values, *, recording: bool = False, in_place: bool = True) -> None:
         """Store new tokens: the first ones as sinks, the newest in the residual, the rest as codes.
 
         Args:
             keys: Finite, without gradient.
             values: Likewise.
             recording: Keep the last `ROLLBACK` tokens that left the residual exactly, beside their codes.
+            in_place: Whether a view that was taken before may be overwritten.
         """
         if self.sinks is not None:
             self.sinks.write(keys, values, self.seen)
@@ -120,7 +132,7 @@ class TokenStore:
         start, self.seen = self.seen, self.seen + keys.shape[2]
         leaving = self.seen - self.residual_size - self.coded.end
         if leaving > 0:
-            self._encode(keys, values, leaving, start)
+            self._encode(keys, values, leaving, start, in_place)
         kept_from = max(self.coded.end - (ROLLBACK if recording else 0), self.residual.first)
         if self.residual_size == 0:
             self.residual.restart_at(self.seen)
@@ -129,37 +141,32 @@ class TokenStore:
             self.residual.restart_at(kept_from)
             self.residual.append(keys[:, :, kept_from - start :], values[:, :, kept_from - start :])
         else:
-            self.residual.append(keys, values)
+            self.residual.append(keys, values, in_place=in_place)
         self.residual.buffer.drop_before(kept_from)
 
-    def dense(self, first: int, current: tuple[Keys, Values] | None = None) -> tuple[KeyColumns, ValueColumns]:
-        """States of columns `first` and on as attention reads them, with `current` behind them."""
-        if current is None and self._codes_are_states and self.coded.first <= first and self.coded.end == self.seen:
-            return self.coded.states(first, self.seen)
-        held = self.seen - first
-        keys, values = self._empty(held + (current[0].shape[2] if current else 0))
-        if current is not None:
-            keys[:, :, held:], values[:, :, held:] = current
+    def view(self, first: int, current: tuple[Keys, Values] | None = None) -> StoreView:
+        """Columns `first` and on as attention reads them, with `current`, as it is, behind them."""
         coded_first = max(first, self.coded.first)
-        for region, begin, end in (
+        spans = (
             (self.coded, coded_first, self.coded.end),
             (self.residual, max(first, self.coded.end), self.residual.end),
-        ):
-            if begin < end:
-                columns = slice(begin - first, end - first)
-                region.write_dense(keys[:, :, columns], values[:, :, columns], begin, end)
-        if self.sinks is not None:
-            before_codes = min(coded_first, held)
-            keys[:, :, :before_codes], values[:, :, :before_codes] = 0, 0
-            self.sinks.write_dense(keys[:, :, :held], values[:, :, :held])
-        return keys, values
+        )
+        segments = [region.segment(begin, end) for region, begin, end in spans if begin < end]
+        end = self.seen
+        if current is not None:
+            segments.append(Segment(end, *(Operand("states", {"codes": x}, x.shape[3], copy_states) for x in current)))
+            end += current[0].shape[2]
+        sinks = self.sinks.states(self.seen) if self.sinks is not None else None
+        return StoreView(tuple(segments), sinks, first, end, self.window, self.layer, self.shape.dtype)
 
     def round_trip(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
         """States as attention would read them after they were stored: codes, with the newest exact. Nothing is stored."""
         region = Region(self.coded.key_codec, self.coded.value_codec)
         region.append(keys, values)
         decoded = torch.empty_like(keys), torch.empty_like(values)
-        region.write_dense(*decoded, 0, len(region))
+        segment = region.segment(0, len(region))
+        segment.keys.decode_into(decoded[0])
+        segment.values.decode_into(decoded[1])
         if self.residual_size:
             for states, exact in zip(decoded, (keys, values), strict=True):
                 states[:, :, -self.residual_size :] = exact[:, :, -self.residual_size :]
@@ -213,17 +220,11 @@ class TokenStore:
         if self.sinks is not None:
             self.sinks.map(move)
 
-    def _encode(self, keys: Keys, values: Values, leaving: int, start: int) -> None:
+    def _encode(self, keys: Keys, values: Values, leaving: int, start: int, in_place: bool) -> None:
         """Encode the `leaving` tokens behind the codes: first what was in the residual, then of `keys` from column `start` on."""
         direct = max(leaving - (start - self.coded.end), 0)
         parts = keys[:, :, :direct], values[:, :, :direct]
         if start > self.coded.end:
             held = self.residual.states(self.coded.end, min(self.coded.end + leaving, start))
             parts = tuple(torch.cat(pair, dim=2) for pair in zip(held, parts, strict=True)) if direct else held
-        self.coded.append(*parts)
-
-    def _empty(self, columns: int) -> tuple[Tensor, Tensor]:
-        shape = self.shape
-        sizes = ((shape.batch, shape.kv_heads, columns, dim) for dim in (shape.key_dim, shape.value_dim))
-        keys, values = (torch.empty(size, dtype=shape.dtype, device=self.device) for size in sizes)
-        return keys, values
+        self.coded.append(*parts, in_place=in_place)

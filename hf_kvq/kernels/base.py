@@ -1,0 +1,123 @@
+"""What a kernel reads and answers.
+
+Attention over a part of the tokens is complete in itself once the log of its softmax denominator is known: outputs of two parts merge
+by their log-sum-exp (FlashAttention, arXiv:2205.14135; split along the tokens: Flash-Decoding). So every kernel answers one question,
+`attend(query) -> (output, lse)`, for whatever part it is given.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hf_kvq.kernels.visibility import Visibility
+from hf_kvq.packing import Layout
+
+__all__ = ["Kernel", "Operand", "Partial", "Scoring", "compute_dtype", "merge", "zero_logit"]
+
+Query = Float[Tensor, "batch kv_heads groups queries key_dim"]
+"""Query heads that share a kv head stand together: head `h * groups + g` is `[:, h, g]`."""
+
+
+class Partial(NamedTuple):
+    """Attention over a part of the tokens; rows that see none of it have output 0 and lse -inf."""
+
+    output: Float[Tensor, "batch kv_heads groups queries value_dim"]
+    lse: Float[Tensor, "batch kv_heads groups queries"]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a dot product becomes a logit: `s = scaling * q.k`, then `softcap * tanh(s / softcap)` where there is a softcap."""
+
+    scaling: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Keys, or values, of consecutive tokens as they are stored.
+
+    Attributes:
+        layout: What a kernel that reads codes must know.
+        parts: Named tensors with the token axis at dimension 2: `codes`, and `scale` where the layout has one.
+        dim: Channels of a state.
+        decoder: Writes the states that parts stand for into a tensor, in its dtype.
+    """
+
+    layout: Layout
+    parts: Mapping[str, Tensor]
+    dim: int
+    decoder: Callable[[Mapping[str, Tensor], Tensor], None]
+
+    @property
+    def tokens(self) -> int:
+        return self.parts["codes"].shape[2]
+
+    def slice(self, first: int, end: int) -> Operand:
+        """Tokens `first` to `end`, without a copy."""
+        parts = {name: part[:, :, first:end] for name, part in self.parts.items()}
+        return Operand(self.layout, parts, self.dim, self.decoder)
+
+    def decode_into(self, out: Float[Tensor, "batch kv_heads tokens dim"]) -> None:
+        """Write the states into `out`."""
+        self.decoder(self.parts, out)
+
+
+class Kernel(ABC):
+    """One way to compute attention over codes."""
+
+    name: str
+
+    @abstractmethod
+    def supports(self, query: Query, keys: Operand, values: Operand, visibility: Visibility) -> bool:
+        """Whether `attend` takes these arguments."""
+
+    @abstractmethod
+    def attend(
+        self, query: Query, keys: Operand, values: Operand, first_column: int, visibility: Visibility, scoring: Scoring
+    ) -> Partial:
+        """Attention of the queries over these tokens alone, accumulated over tokens in `compute_dtype` of the query's dtype.
+
+        Args:
+            query: Queries, unscaled.
+            keys: Tokens at columns `first_column` and on.
+            values: Their values.
+            first_column: Column of the first token.
+            visibility: Which columns each query sees.
+            scoring: Scaling and softcap.
+        """
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What is accumulated over tokens: at least float32. fp8 with weaker sums lost 13 % against 91 % of needles at 128k (vllm#23813)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge(partials: Sequence[Partial]) -> Partial:
+    """Attention over all parts together."""
+    if len(partials) == 1:
+        return partials[0]
+    outputs, lses = zip(*partials, strict=True)
+    stacked = torch.stack(lses)
+    largest = stacked.amax(dim=0)
+    # Rows that see nothing at all: any finite number in place of -inf keeps NaN away.
+    weights = (stacked - largest.masked_fill(largest == -torch.inf, 0.0)).exp_()
+    total = weights.sum(dim=0)
+    divisor = total.clamp(min=torch.finfo(total.dtype).tiny)
+    merged = torch.zeros_like(outputs[0])
+    for output, weight in zip(outputs, weights, strict=True):
+        merged.addcmul_(output, (weight / divisor)[..., None])
+    return Partial(merged, total.log() + largest)
+
+
+def zero_logit(like: Partial, logits: Float[Tensor, "kv_heads groups"]) -> Partial:
+    """A part that takes weight and gives nothing: a learned sink logit per query head (GPT-OSS calls it `s_aux`)."""
+    lse = logits.to(like.lse.dtype)[None, :, :, None].expand_as(like.lse)
+    return Partial(torch.zeros_like(like.output), lse)

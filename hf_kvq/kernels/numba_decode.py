@@ -1,0 +1,491 @@
+"""One query per row over codes on a CPU, compiled by numba: codes are read once and widened in the first-level cache.
+
+Work is split along the tokens (Flash-Decoding) and over heads. Inside a split, a few tokens at a time are widened into a scratch of
+float32 that all query heads of the group read. The exponential is a polynomial that the compiler turns into vectors; numpy's is scalar.
+Compiled at the first call, and kept on disk beside the module (or in numba's cache directory).
+
+Only `hf_kvq.kernels` imports this module, and only where numba is installed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import no_type_check
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from hf_kvq.kernels.base import Kernel, Operand, Partial, Query, Scoring
+from hf_kvq.kernels.visibility import Visibility
+
+__all__ = ["NumbaDecodeKernel", "encode_int8"]
+
+SPLIT = 256
+"""Tokens of one piece of work."""
+
+PARALLEL_FROM = 2**17
+"""Codes of the keys below which starting threads costs more than they save."""
+
+_LAYOUTS = {"int8": 0, "e4m3": 1, "int4": 2}
+_NOTHING = np.empty((0, 0), dtype=np.uint8)
+
+
+class NumbaDecodeKernel(Kernel):
+    """See the module."""
+
+    name = "numba"
+
+    def supports(self, query: Query, keys: Operand, values: Operand, visibility: Visibility) -> bool:
+        return (
+            query.shape[3] == 1
+            and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and keys.layout in _LAYOUTS
+            and values.layout in _LAYOUTS
+            and visibility.for_one_query(0, 1)[0]
+        )
+
+    def attend(
+        self, query: Query, keys: Operand, values: Operand, first_column: int, visibility: Visibility, scoring: Scoring
+    ) -> Partial:
+        batch, kv_heads, groups, _, dim = query.shape
+        rows = query.to(torch.float32).contiguous()
+        _, visible = visibility.for_one_query(first_column, keys.tokens)
+        hidden = _NOTHING if visible is None else visible.expand(batch, -1).contiguous().view(torch.uint8).numpy()
+        output = torch.empty(batch, kv_heads, groups, 1, values.dim)
+        lse = torch.empty(batch, kv_heads, groups, 1)
+        threads = torch.get_num_threads() if batch * kv_heads * keys.tokens * dim >= PARALLEL_FROM else 1
+        attend = _attend
+        if threads > 1:
+            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+            attend = _attend_in_parallel
+        attend(
+            rows.data_ptr(), _place(keys), _place(values), output.data_ptr(), lse.data_ptr(), hidden,
+            (batch, kv_heads, groups, keys.tokens, dim, values.dim), scoring.scaling, scoring.softcap or 0.0,
+        )  # fmt: skip
+        return Partial(output, lse)
+
+
+def _place(operand: Operand) -> tuple[int, ...]:
+    """Where codes and scale are, with their strides over rows, heads and tokens; their layout; whether the scale is bfloat16."""
+    codes, scale = operand.parts["codes"], operand.parts["scale"]
+    steps = scale.stride()
+    by_head = steps[1] if scale.shape[1] > 1 else 0
+    return (
+        codes.data_ptr(), *codes.stride()[:3], scale.data_ptr(), steps[0], by_head, steps[2], _LAYOUTS[operand.layout],
+        int(scale.dtype == torch.bfloat16),
+    )  # fmt: skip
+
+
+# Reassociation lets sums become vectors. Infinities and NaN keep their meaning: no "ninf", no "nnan".
+_FAST = {"reassoc", "contract", "arcp", "nsz"}
+_WIDENED = 32  # tokens at a time: a scratch of 8 KiB at 64 channels, 32 KiB at 256
+_AHEAD = 4096  # bytes: the processor's own prefetching ends with the page
+_HIDDEN = np.float32(-1e30)
+_LOG2_E = np.float32(math.log2(math.e))
+_SMALLEST = np.float32(torch.finfo(torch.bfloat16).tiny)
+_LN_2 = np.float32(math.log(2.0))
+_TO_E4M3 = np.float32(2.0**120)
+_E4M3_BITS = np.int32(-(2**31) + 0x7F00000)
+
+
+@intrinsic
+@no_type_check
+def _pointer(typing_context, address):
+    """An address as a pointer, for `numba.carray`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@numba.njit(cache=True)
+@no_type_check
+def _memory(address, dtype):
+    """Memory from an address on. Its end is unknown here; no index is checked against it."""
+    return numba.carray(_pointer(address), (1 << 40,), dtype)
+
+
+@intrinsic
+@no_type_check
+def _prefetch(typing_context, array, place):
+    """Ask for the cache line of `array[place]`, which need not exist: a hint reads nothing."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        flag = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
+        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(hint, [pointer, flag(0), flag(3), flag(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, place), generate
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+@no_type_check
+def _widen(place, row, head, first, count, dim, floats):
+    """Codes of tokens `first` and on as float32, one token after the other, in `floats`; e4m3 codes come out as 2^-120 times theirs."""
+    codes = _memory(place[0], np.int8)
+    start = row * place[1] + head * place[2] + first * place[3]
+    width = dim // 2 if place[8] == 2 else dim
+    if place[8] == 2:
+        for token in range(count):
+            code = codes[start + token * place[3] : start + token * place[3] + width]
+            lower = floats[token * dim : token * dim + width]
+            upper = floats[token * dim + width : token * dim + dim]
+            for c in range(width):
+                packed = np.int32(code[c])
+                lower[c] = np.float32((packed & 15) - 8)
+                upper[c] = np.float32(((packed >> 4) & 15) - 8)
+        return
+    for byte in range(0, count * place[3], 64):
+        _prefetch(codes, start + byte + _AHEAD)
+    # Tokens that follow each other without a gap, as a store holds them, are one long run.
+    runs = 1 if place[3] == dim else count
+    length = count * dim // runs
+    bits = floats.view(np.int32)
+    for run in range(runs):
+        code = codes[start + run * place[3] : start + run * place[3] + length]
+        if place[8] == 0:
+            wide = floats[run * length : run * length + length]
+            for c in range(length):
+                wide[c] = np.float32(code[c])
+        else:
+            # The bits move to where float32 has them; subnormal codes come out right as well.
+            wide_bits = bits[run * length : run * length + length]
+            for c in range(length):
+                wide_bits[c] = (np.int32(code[c]) << 20) & _E4M3_BITS
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+@no_type_check
+def _read_scales(place, row, head, first, count, factor, out):
+    """Scales of tokens `first` and on times `factor`, and what mends the widened e4m3 codes."""
+    start = row * place[5] + head * place[6] + first * place[7]
+    if place[9]:
+        scales = _memory(place[4], np.int16)
+        bits = out.view(np.int32)
+        for token in range(count):
+            bits[token] = np.int32(scales[start + token * place[7]]) << 16
+    else:
+        floats = _memory(place[4], np.float32)
+        for token in range(count):
+            out[token] = floats[start + token * place[7]]
+    if place[8] == 1:
+        # In two steps: the scale times both at once could go beyond float32.
+        for token in range(count):
+            out[token] = out[token] * _TO_E4M3
+    for token in range(count):
+        out[token] = out[token] * factor
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+@no_type_check
+def _dots(query, floats, count, dim, out):
+    """Dot products of one query with `count` widened tokens, four at a time."""
+    for token in range(0, count - 3, 4):
+        a = floats[token * dim : token * dim + dim]
+        b = floats[token * dim + dim : token * dim + 2 * dim]
+        c = floats[token * dim + 2 * dim : token * dim + 3 * dim]
+        d = floats[token * dim + 3 * dim : token * dim + 4 * dim]
+        sum_a = np.float32(0)
+        sum_b = np.float32(0)
+        sum_c = np.float32(0)
+        sum_d = np.float32(0)
+        for i in range(dim):
+            sum_a += query[i] * a[i]
+            sum_b += query[i] * b[i]
+            sum_c += query[i] * c[i]
+            sum_d += query[i] * d[i]
+        out[token] = sum_a
+        out[token + 1] = sum_b
+        out[token + 2] = sum_c
+        out[token + 3] = sum_d
+    for token in range(count - count % 4, count):
+        a = floats[token * dim : token * dim + dim]
+        sum_a = np.float32(0)
+        for i in range(dim):
+            sum_a += query[i] * a[i]
+        out[token] = sum_a
+
+
+@intrinsic
+@no_type_check
+def _add_eight(typing_context, weights, states, stop, dim, out):
+    """`out[c] += sum over k < 8 of weights[k] * states[k * dim + c]` for c < stop, a multiple of eight; all but `stop` and `dim` are addresses.
+
+    Spelled out in vectors: the compiler would first ask, every eight tokens, whether `out` overlaps one of the states.
+    """
+
+    def generate(context, builder, signature, arguments):
+        real, vector = ir.FloatType(), ir.VectorType(ir.FloatType(), 8)
+        weights, states, stop, dim, out = arguments
+        weights, states, out = (builder.inttoptr(x, real.as_pointer()) for x in (weights, states, out))
+        index = ir.IntType(64)
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
+        factors, rows = [], []
+        for k in range(8):
+            factor = builder.load(builder.gep(weights, [index(k)]))
+            first = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, ir.IntType(32)(0))
+            factors.append(builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), everywhere))
+            rows.append(builder.gep(states, [builder.mul(index(k), dim)]))
+
+        def at(row, place):
+            return builder.bitcast(builder.gep(row, [place]), vector.as_pointer())
+
+        with cgutils.for_range_slice(builder, index(0), stop, index(8), index) as (place, _):
+            # Two chains: a sum of eight waits for each addition.
+            sums = [builder.load(at(out, place), align=4), ir.Constant(vector, [0.0] * 8)]
+            for k, (factor, row) in enumerate(zip(factors, rows)):
+                product = builder.fmul(factor, builder.load(at(row, place), align=4), flags=["contract"])
+                sums[k % 2] = builder.fadd(sums[k % 2], product, flags=["contract"])
+            builder.store(builder.fadd(*sums), at(out, place), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 5), generate
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+@no_type_check
+def _add_weighted(weights, floats, count, dim, out):
+    """Add `count` widened tokens to `out`, each times its weight, eight at a time."""
+    in_eights, whole = count - count % 8, dim - dim % 8
+    for token in range(0, in_eights, 8):
+        at = floats.ctypes.data + 4 * token * dim
+        _add_eight(weights.ctypes.data + 4 * token, at, whole, dim, out.ctypes.data)
+    for token in range(count):
+        first = whole if token < in_eights else 0
+        for i in range(first, dim):
+            out[i] += weights[token] * floats[token * dim + i]
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+@no_type_check
+def _exp2(x, powers):
+    """`x = 2 ** x` in place for x <= 0, within two units of the last place; `powers` is scratch.
+
+    x = n + f with f in [-1/2, 1/2]: 2^f is its Taylor polynomial of degree 7, 2^n goes into the exponent's bits.
+    """
+    bits = powers.view(np.int32)
+    for i in range(len(x)):
+        clamped = max(x[i], np.float32(-126))
+        whole = np.floor(clamped + np.float32(0.5))
+        f = clamped - whole
+        p = np.float32(1.5252734e-05)
+        p = p * f + np.float32(1.5403530e-04)
+        p = p * f + np.float32(1.3333558e-03)
+        p = p * f + np.float32(9.6181291e-03)
+        p = p * f + np.float32(5.5504109e-02)
+        p = p * f + np.float32(2.4022651e-01)
+        p = p * f + np.float32(6.9314718e-01)
+        x[i] = p * f + np.float32(1)
+        bits[i] = (np.int32(whole) + np.int32(127)) << 23
+    for i in range(len(x)):
+        x[i] = x[i] * powers[i]
+
+
+# "nnan" lets the maximum become vectors too. A NaN logit makes it any number, and the weights that follow NaN all the same.
+@numba.njit(fastmath=_FAST | {"nnan"}, cache=True)
+@no_type_check
+def _largest(logits):
+    top = _HIDDEN
+    for i in range(len(logits)):
+        top = max(top, logits[i])
+    return top
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+@no_type_check
+def _attend_split(
+    query, keys, values, row, head, first, count, visible, scaling, softcap, output, largest, total
+):  # fmt: skip
+    """Attention of one kv head's queries over `count` tokens: weighted sum of values, largest logit (base 2), sum of weights."""
+    groups, dim = query.shape
+    value_dim = output.shape[1]
+    floats = np.empty(_WIDENED * max(dim, value_dim), np.float32)
+    powers = np.empty(count, np.float32)
+    scales = np.empty(count, np.float32)
+    scores = np.empty((groups, count), np.float32)
+    for begin in range(0, count, _WIDENED):
+        some = min(_WIDENED, count - begin)
+        _widen(keys, row, head, first + begin, some, dim, floats)
+        for g in range(groups):
+            _dots(query[g], floats, some, dim, scores[g, begin : begin + some])
+    _read_scales(keys, row, head, first, count, scaling if softcap > 0 else scaling * _LOG2_E, scales)
+    for g in range(groups):
+        logits = scores[g]
+        for i in range(count):
+            logits[i] *= scales[i]
+        if softcap > 0:
+            for i in range(count):
+                logits[i] = softcap * np.float32(math.tanh(logits[i] / softcap)) * _LOG2_E
+        if len(visible):
+            for i in range(count):
+                if not visible[row, first + i]:
+                    logits[i] = _HIDDEN
+        top = _largest(logits)
+        for i in range(count):
+            logits[i] -= top
+        _exp2(logits, powers)
+        if len(visible):
+            for i in range(count):
+                if not visible[row, first + i]:
+                    logits[i] = np.float32(0)
+        denominator = np.float32(0)
+        for i in range(count):
+            denominator += logits[i]
+        largest[g] = top
+        total[g] = denominator
+    _read_scales(values, row, head, first, count, np.float32(1), scales)
+    for g in range(groups):
+        for i in range(count):
+            scores[g, i] *= scales[i]
+    output[:] = np.float32(0)
+    for begin in range(0, count, _WIDENED):
+        some = min(_WIDENED, count - begin)
+        _widen(values, row, head, first + begin, some, value_dim, floats)
+        for g in range(groups):
+            _add_weighted(scores[g, begin : begin + some], floats, some, value_dim, output[g])
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+@no_type_check
+def _merge_splits(outputs, largest, total, output, lse):
+    """One kv head: its splits into one, divided by the sum of weights. Rows that see nothing have output 0 and lse -inf."""
+    splits, groups, dim = outputs.shape
+    for g in range(groups):
+        top = _HIDDEN
+        for split in range(splits):
+            top = max(top, largest[split, g])
+        sum_of_weights = np.float32(0)
+        target = output[g]
+        target[:] = np.float32(0)
+        for split in range(splits):
+            factor = np.float32(2.0 ** (largest[split, g] - top))
+            sum_of_weights += factor * total[split, g]
+            source = outputs[split, g]
+            for i in range(dim):
+                target[i] += factor * source[i]
+        if sum_of_weights > 0:
+            for i in range(dim):
+                target[i] /= sum_of_weights
+            lse[g] = (top + np.float32(math.log2(sum_of_weights))) * _LN_2
+        else:
+            lse[g] = -np.inf
+
+
+@numba.njit(cache=True)
+@no_type_check
+def _open(query, keys, values, output, lse, sizes):
+    """Addresses and tuples as arrays."""
+    batch, kv_heads, groups, _, dim, value_dim = sizes
+    key_place, value_place = np.empty(len(keys), np.int64), np.empty(len(values), np.int64)
+    for i in range(len(keys)):
+        key_place[i], value_place[i] = keys[i], values[i]
+    return (
+        numba.carray(_pointer(query), (batch, kv_heads, groups, dim), np.float32),
+        key_place,
+        value_place,
+        numba.carray(_pointer(output), (batch, kv_heads, groups, value_dim), np.float32),
+        numba.carray(_pointer(lse), (batch, kv_heads, groups), np.float32),
+    )
+
+
+@numba.njit(fastmath=_FAST, cache=True)
+@no_type_check
+def _attend(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap):
+    query, keys, values, output, lse = _open(query_at, keys_at, values_at, output_at, lse_at, sizes)
+    batch, kv_heads, groups, dim = output.shape
+    tokens = sizes[3]
+    splits = (tokens + SPLIT - 1) // SPLIT
+    outputs = np.empty((splits, groups, dim), np.float32)
+    largest = np.empty((splits, groups), np.float32)
+    total = np.empty((splits, groups), np.float32)
+    for row in range(batch):
+        for head in range(kv_heads):
+            for split in range(splits):
+                first = split * SPLIT
+                _attend_split(
+                    query[row, head], keys, values, row, head, first, min(SPLIT, tokens - first), visible,
+                    np.float32(scaling), np.float32(softcap), outputs[split], largest[split], total[split],
+                )  # fmt: skip
+            _merge_splits(outputs, largest, total, output[row, head], lse[row, head])
+
+
+@numba.njit(fastmath=_FAST, cache=True, parallel=True)
+@no_type_check
+def _attend_in_parallel(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap):
+    query, keys, values, output, lse = _open(query_at, keys_at, values_at, output_at, lse_at, sizes)
+    batch, kv_heads, groups, dim = output.shape
+    tokens = sizes[3]
+    splits = (tokens + SPLIT - 1) // SPLIT
+    outputs = np.empty((batch * kv_heads, splits, groups, dim), np.float32)
+    largest = np.empty((batch * kv_heads, splits, groups), np.float32)
+    total = np.empty((batch * kv_heads, splits, groups), np.float32)
+    for piece in numba.prange(batch * kv_heads * splits):
+        place, split = piece // splits, piece % splits
+        row, head, first = place // kv_heads, place % kv_heads, split * SPLIT
+        _attend_split(
+            query[row, head], keys, values, row, head, first, min(SPLIT, tokens - first), visible,
+            np.float32(scaling), np.float32(softcap), outputs[place, split], largest[place, split], total[place, split],
+        )  # fmt: skip
+    for place in range(batch * kv_heads):
+        row, head = place // kv_heads, place % kv_heads
+        _merge_splits(outputs[place], largest[place], total[place], output[row, head], lse[row, head])
+
+
+@numba.njit(cache=True)
+@no_type_check
+def _encode_int8(states_at, steps, is_bits, codes_at, code_steps, scales_at, scale_steps, sizes):
+    batch, kv_heads, tokens, dim = sizes
+    codes, scales = _memory(codes_at, np.int8), _memory(scales_at, np.int16)
+    row_of = np.empty(dim, np.float32)
+    bits = row_of.view(np.int32)
+    one = np.empty(1, np.float32)
+    one_bits = one.view(np.int32)
+    for row in range(batch):
+        for head in range(kv_heads):
+            for token in range(tokens):
+                start = row * steps[0] + head * steps[1] + token * steps[2]
+                if is_bits:
+                    halves = _memory(states_at, np.int16)
+                    for c in range(dim):
+                        bits[c] = np.int32(halves[start + c]) << 16
+                else:
+                    floats = _memory(states_at, np.float32)
+                    for c in range(dim):
+                        row_of[c] = floats[start + c]
+                largest = np.float32(0)
+                for c in range(dim):
+                    largest = max(largest, abs(row_of[c]))
+                # To the nearest bfloat16, ties to even, as torch casts.
+                one[0] = max(largest / np.float32(127), _SMALLEST)
+                rounded = (one_bits[0] + 0x7FFF + ((one_bits[0] >> 16) & 1)) >> 16
+                scales[row * scale_steps[0] + head * scale_steps[1] + token * scale_steps[2]] = np.int16(rounded)
+                one_bits[0] = np.int32(rounded) << 16
+                scale = one[0]
+                target = row * code_steps[0] + head * code_steps[1] + token * code_steps[2]
+                for c in range(dim):
+                    code = np.rint(row_of[c] / scale)
+                    codes[target + c] = np.int8(min(max(code, np.float32(-127)), np.float32(127)))
+
+
+def encode_int8(states: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Write the codes and the scale of a few tokens where they stay, bit for bit what the codec's own tensors would hold.
+
+    Args:
+        states: `[batch, kv_heads, tokens, head_dim]`, float32 or bfloat16, channels next to each other.
+        codes: Likewise, int8; written.
+        scale: `[batch, kv_heads, tokens, 1]`, bfloat16; written.
+    """
+    _encode_int8(
+        states.data_ptr(), states.stride(), states.dtype == torch.bfloat16, codes.data_ptr(), codes.stride(),
+        scale.data_ptr(), scale.stride(), tuple(states.shape),
+    )  # fmt: skip

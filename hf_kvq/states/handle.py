@@ -1,0 +1,85 @@
+"""What `update` gives to attention over codes in place of tensors.
+
+transformers passes it through a model's attention untouched, to the attention function that the model is set to. Where a model, or another
+attention, uses it as a tensor all the same, it raises and names the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from hf_kvq.states.view import StoreView
+
+__all__ = ["ATTENTION", "CodedStates"]
+
+ATTENTION = "hf_kvq"
+"""Name of the attention over codes, for `model.set_attn_implementation`."""
+
+
+class CodedStates:
+    """Keys, or values, of one layer as they are stored.
+
+    Attributes:
+        view: Both of them, as this forward reads them.
+        on_padding: Where codes depend on which columns are padding and nobody said so yet: takes the mask of the columns so far (True for a token), stores
+            this forward's tokens anew, and returns their view.
+    """
+
+    __slots__ = ("on_padding", "view")
+
+    def __init__(
+        self, view: StoreView, on_padding: Callable[[Bool[Tensor, "batch columns"]], StoreView] | None = None
+    ) -> None:
+        self.view = view
+        self.on_padding = on_padding
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, decoded."""
+        return self.view.dense()
+
+    def _refuse(self, use: str) -> NoReturn:
+        raise TypeError(
+            f"layer {self.view.layer}: keys and values are codes under attn_implementation {ATTENTION!r} and were used as tensors ({use}); this model's "
+            'attention needs tensors: call model.set_attn_implementation("sdpa") (or "eager"), and the same cache gives it decoded ones'
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Protocols that Python and torch look for must be able to learn that they are not there.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        found = _find((*args, *(kwargs or {}).values()))
+        assert found is not None
+        found._refuse(getattr(func, "__name__", str(func)))
+
+
+def _find(values: object) -> CodedStates | None:
+    """The first handle in the arguments of a torch function, lists and tuples included."""
+    if isinstance(values, CodedStates):
+        return values
+    if isinstance(values, list | tuple):
+        return next((found for value in values if (found := _find(value)) is not None), None)
+    return None
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: CodedStates, *_: object) -> NoReturn:
+        self._refuse(name)
+
+    return refuse
+
+
+for _name in (
+    "getitem", "setitem", "len", "iter", "contains", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul",
+    "rmatmul", "pow", "neg", "lt", "le", "gt", "ge", "float", "int", "array",
+):  # fmt: skip
+    setattr(CodedStates, f"__{_name}__", _refusing(f"__{_name}__"))
