@@ -39,12 +39,14 @@ from hf_kvq.evaluation import (
     table,
 )
 from hf_kvq.evaluation.candidates import Exact
-from hf_kvq.evaluation.config import Bos, Dtype, Join, Prefill, Protocol
+from hf_kvq.evaluation.config import Attending, Bos, Dtype, Join, Prefill, Protocol
 from hf_kvq.evaluation.models import cache_argument
+from hf_kvq.states import ATTENTION
 
 __all__ = ["main"]
 
 _DTYPES = get_args(Dtype)
+_ATTENTION = {"dense": "sdpa", "fused": ATTENTION}
 _SCHEMES = f"{EXACT} {' '.join(PRESETS)}"
 
 
@@ -64,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(args: argparse.Namespace) -> None:
     loaded = load_model(args.model, revision=args.revision, dtype=args.dtype, device=args.device)
+    loaded.model.set_attn_implementation(_ATTENTION[args.attention])
     cache = _cache(loaded.model.config, args)
     inputs = _inputs(loaded, args.prompt, chat=args.chat)
     if not args.json:
@@ -248,6 +251,12 @@ def _add_generate(commands: Any) -> None:
     command.add_argument(
         "--prefill", choices=get_args(Prefill), default="exact", help="what the prompt's tokens see of each other"
     )
+    command.add_argument(
+        "--attention",
+        choices=get_args(Attending),
+        default="fused",
+        help="over codes, or over decoded states (default: %(default)s)",
+    )
     _add_placement(command)
 
 
@@ -280,6 +289,9 @@ def _add_eval(commands: Any) -> None:
     command.add_argument("--first", type=int, default=defaults.first, metavar="N", help="index of the first window")
     command.add_argument("--chunk", type=int, metavar="N", help="tokens of one forward under decode (default: 1)")
     command.add_argument("--prefill", choices=get_args(Prefill), help="under decode (default: exact)")
+    command.add_argument(
+        "--attention", choices=get_args(Attending), default=defaults.attention, help="(default: %(default)s)"
+    )
     command.add_argument("--bos", choices=get_args(Bos), default=defaults.bos, help="(default: %(default)s)")
     _add_exact_tokens(command)
     command.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")

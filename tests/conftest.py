@@ -10,6 +10,9 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers and datasets are imported: they read it then
+os.environ.setdefault(
+    "TRITON_INTERPRET", "1"
+)  # before anything imports triton: kernels for a GPU then run here, slowly
 
 # Before the first import of hf_kvq: from here on a wrong shape or type fails the test that made the call.
 jaxtyping.install_import_hook("hf_kvq", "beartype.beartype")

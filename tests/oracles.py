@@ -38,6 +38,44 @@ def int8_per_token(x: Tensor) -> Tensor:
     return out
 
 
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention in float64 and the log of its denominator, one head and query at a time; rows that see nothing give 0 and -inf.
+
+    Args:
+        query: `[batch, kv_heads, groups, queries, dim]`.
+        keys: `[batch, kv_heads, tokens, dim]`.
+        values: `[batch, kv_heads, tokens, value_dim]`.
+        scaling: Factor of the dot products.
+        visible: Bool, or additive, of a shape that expands to `[batch, kv_heads, groups, queries, tokens]`.
+        softcap: Bound of the logits.
+    """
+    shape = (*query.shape[:4], keys.shape[2])
+    if visible is None:
+        visible = torch.ones(shape, dtype=torch.bool)
+    seen = visible.expand(shape)
+    output = torch.zeros(*query.shape[:4], values.shape[3], dtype=torch.float64)
+    lse = torch.full(query.shape[:4], -torch.inf, dtype=torch.float64)
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:4])).tolist():
+        b, h, g, i = place
+        logits = scaling * (keys[b, h].double() @ query[b, h, g, i].double())
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        rule = seen[b, h, g, i]
+        logits = logits.masked_fill(~rule, -torch.inf) if rule.dtype == torch.bool else logits + rule.double()
+        lse[b, h, g, i] = logits.logsumexp(0)
+        if logits.max() > -torch.inf:
+            output[b, h, g, i] = logits.softmax(0) @ values[b, h].double()
+    return output, lse
+
+
 def e4m3_grid() -> Tensor:
     """All finite numbers of float8 e4m3fn, from the format's definition: 4 exponent bits of bias 7, 3 mantissa bits, no infinity."""
     magnitudes = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]

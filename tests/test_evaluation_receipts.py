@@ -111,7 +111,7 @@ def test_every_field_is_mandatory(receipts):
         (lambda data: data["results"]["nll_by_position"][0].pop("first"), "'results.nll_by_position.first'"),
         (
             lambda data: data.update(schema=SCHEMA + 1),
-            f"has schema {SCHEMA + 1}, this version of hf_kvq reads {SCHEMA}",
+            f"has schema {SCHEMA + 1}, this version of hf_kvq reads 1 and {SCHEMA}",
         ),
         (lambda data: data.update(model="tiny"), "field 'model' must be an object, got 'tiny'"),
         (lambda data: data["settings"]["scheme"].pop("name"), "'settings.scheme.name'"),
@@ -131,6 +131,34 @@ def test_a_foreign_file_is_refused_with_its_name(tmp_path, text, message):
     (tmp_path / "foreign.json").write_text(text)
     with pytest.raises(ValueError, match=rf"foreign.json: not a receipt: .*{message}"):
         Receipt.load(tmp_path / "foreign.json")
+
+
+def test_a_receipt_from_before_attention_over_codes_is_read_as_dense(receipts):
+    data = json.loads(receipts[1].to_json())
+    data["schema"] = 1
+    del data["settings"]["attention"]
+    assert Receipt.from_json(json.dumps(data)) == receipts[1]
+
+
+def test_fused_receipts_agree_with_dense_ones_and_leave_the_model_as_it_was(place):
+    fused, dense = (
+        evaluate_schemes(
+            tiny_config(
+                model=str(place / "model"),
+                text=str(place / "prose.txt"),
+                schemes=("exact", "int8"),
+                attention=attention,
+            )
+        )
+        for attention in ("fused", "dense")
+    )
+    assert fused[0].results.perplexity == dense[0].results.perplexity
+    assert fused[1].results.perplexity == pytest.approx(dense[1].results.perplexity, rel=1e-3)
+    assert fused[1].settings.attention == "fused"
+    assert fused[1].results.kl_mean != dense[1].results.kl_mean, (
+        "the same numbers to the last bit: was it fused at all?"
+    )
+    assert rerun(fused[1]).results.perplexity == fused[1].results.perplexity
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
 from real_models import gemma_for_tests, smollm2_for_tests, wikitext
 from transformers import DynamicCache, LlamaForCausalLM
 
-from hf_kvq import QuantizedCache, expected_nbytes
+from hf_kvq import ATTENTION, QuantizedCache, expected_nbytes
 from hf_kvq.evaluation.divergence import compare_logits
 from hf_kvq.evaluation.models import cache_argument, forward
 
@@ -20,6 +21,15 @@ PROMPT = (
     "weather in a book. One evening the book was gone. Every evening the keeper"
 )
 SHORT = "A recipe for bread needs"
+
+
+@pytest.fixture(params=["sdpa", ATTENTION])
+def attention(request) -> Iterator[str]:
+    """The default model, attending to decoded states and then to codes."""
+    model = smollm2_for_tests().model
+    model.set_attn_implementation(request.param)
+    yield request.param
+    model.set_attn_implementation("sdpa")
 
 
 def encode(loaded, *texts):
@@ -39,7 +49,7 @@ def quantized(loaded, scheme="int8", **kwargs):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "seed_int8", "seed_fp8"])
-def test_greedy_decoding_follows_the_exact_cache(scheme, capsys):
+def test_greedy_decoding_follows_the_exact_cache(scheme, capsys, attention):
     loaded = smollm2_for_tests()
     inputs = encode(loaded, PROMPT)
     exact = generate(loaded, inputs, DynamicCache(config=loaded.model.config))
@@ -47,11 +57,12 @@ def test_greedy_decoding_follows_the_exact_cache(scheme, capsys):
     start = inputs["input_ids"].shape[1]
     same = (exact == coded)[0, start:].int().cumprod(0).sum().item()
     with capsys.disabled():
-        print(f"\n{scheme}: the first {same} of 40 greedy tokens equal the exact cache's")
+        print(f"\n{scheme}, {attention}: the first {same} of 40 greedy tokens equal the exact cache's")
     assert same >= 5
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.usefixtures("attention")
 def test_sampling_with_returned_sequences(scheme):
     loaded = smollm2_for_tests()
     torch.manual_seed(0)
@@ -72,6 +83,7 @@ def test_identity_samples_what_the_exact_cache_samples():
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.usefixtures("attention")
 def test_three_beams_through_either_name_of_the_argument(scheme):
     loaded = smollm2_for_tests()
     names = {"past_key_values", cache_argument(loaded.model)}
@@ -86,6 +98,7 @@ def test_three_beams_through_either_name_of_the_argument(scheme):
 
 @pytest.mark.parametrize("prefill", ["exact", "coded"])
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.usefixtures("attention")
 def test_drafts_from_the_prompt_give_the_tokens_of_greedy_decoding(scheme, prefill):
     loaded = smollm2_for_tests()
     inputs = encode(loaded, PROMPT)
@@ -97,6 +110,7 @@ def test_drafts_from_the_prompt_give_the_tokens_of_greedy_decoding(scheme, prefi
 
 @pytest.mark.parametrize("prefill", ["exact", "coded"])
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.usefixtures("attention")
 def test_an_assistant_gives_the_tokens_of_greedy_decoding(scheme, prefill):
     loaded = smollm2_for_tests()
     inputs = encode(loaded, PROMPT)
@@ -113,11 +127,12 @@ def test_an_assistant_gives_the_tokens_of_greedy_decoding(scheme, prefill):
 
 
 @pytest.mark.parametrize(("scheme", "sinks"), [("int8", 0), ("int8", 4), ("fp8", 0), ("seed_int8", 0)])
-def test_left_padded_rows_equal_themselves_alone(scheme, sinks):
+def test_left_padded_rows_equal_themselves_alone(scheme, sinks, attention):
     loaded = smollm2_for_tests()
     batch = encode(loaded, SHORT, PROMPT)
     cache = quantized(loaded, scheme, sinks=sinks)
-    if sinks or scheme.startswith("seed"):
+    # Attention over codes learns the padding from the mask.
+    if attention == "sdpa" and (sinks or scheme.startswith("seed")):
         cache.set_padding(batch["attention_mask"])
     together = generate(loaded, batch, cache)
     for row, text in enumerate((SHORT, PROMPT)):
@@ -125,6 +140,7 @@ def test_left_padded_rows_equal_themselves_alone(scheme, sinks):
         assert torch.equal(together[row, -40:], alone[0, -40:])
 
 
+@pytest.mark.usefixtures("attention")
 def test_a_second_turn_on_the_same_cache_reads_what_one_cache_has_read():
     loaded = smollm2_for_tests()
     cache = quantized(loaded, prefill="coded")
@@ -136,11 +152,40 @@ def test_a_second_turn_on_the_same_cache_reads_what_one_cache_has_read():
     assert torch.equal(second, generate(loaded, inputs, quantized(loaded, prefill="coded")))
 
 
+@pytest.mark.usefixtures("attention")
 def test_chunks_of_a_prefill_read_the_same_codes():
     loaded = smollm2_for_tests()
     inputs = encode(loaded, PROMPT)
     whole = generate(loaded, inputs, quantized(loaded, prefill="coded"))
     assert torch.equal(generate(loaded, inputs, quantized(loaded, prefill="coded"), prefill_chunk_size=16), whole)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_fused_and_dense_agree_on_real_text(scheme, capsys):
+    loaded = smollm2_for_tests()
+    ids = encode(loaded, wikitext()[:3000])["input_ids"][:, :512]
+    found = {}
+    for name, cache in {
+        "exact": ("sdpa", DynamicCache(config=loaded.model.config)),
+        "dense": ("sdpa", quantized(loaded, scheme, prefill="coded")),
+        "fused": (ATTENTION, quantized(loaded, scheme, prefill="coded")),
+    }.items():
+        loaded.model.set_attn_implementation(cache[0])
+        with torch.inference_mode():
+            found[name] = forward(loaded.model, ids, cache[1])[0]
+    loaded.model.set_attn_implementation("sdpa")
+    between = compare_logits(found["dense"], found["fused"], ids[0]).kl
+    to_exact = {
+        name: compare_logits(found["exact"], found[name], ids[0]).kl.mean().item() for name in ("dense", "fused")
+    }
+    with capsys.disabled():
+        print(
+            f"\n{scheme}, 512 tokens: KL between dense and fused mean {between.mean():.2e}, max {between.max():.2e}; "
+            f"to exact: dense {to_exact['dense']:.2e}, fused {to_exact['fused']:.2e}"
+        )
+    # What tips over between the two is part of the coding's own noise: neither is closer to exact than the other.
+    assert between.mean() <= 2 * to_exact["dense"]
+    assert to_exact["fused"] <= 1.25 * to_exact["dense"]
 
 
 class Norm64(torch.nn.Module):
@@ -272,6 +317,31 @@ def test_gemma_generates_1200_tokens_and_keeps_its_windows(capsys):
     assert out.shape[1] == prompt["input_ids"].shape[1] + 1200
     expected = {"sliding_attention": window - 1, "full_attention": out.shape[1] - 1}
     assert [layer.tokens_coded for layer in cache.coded_layers] == [expected[kind] for kind in cache.layer_types]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_gemma_past_its_window_reads_the_same_codes_fused_and_dense(capsys):
+    loaded = gemma_for_tests()
+    window = loaded.model.config.sliding_window
+    ids = encode(loaded, wikitext()[:20_000])["input_ids"][:, : window + 200]
+    logits = {}
+    for attention in ("sdpa", ATTENTION):
+        loaded.model.set_attn_implementation(attention)
+        cache = quantized(loaded)
+        with torch.inference_mode():
+            # In one forward past the window, in one of several tokens, and token by token.
+            parts = [
+                forward(loaded.model, part, cache)[0, -20:] for part in ids.split([window + 60, 100, *[1] * 40], dim=1)
+            ]
+        logits[attention] = torch.cat(parts)
+    loaded.model.set_attn_implementation("sdpa")
+    kl = compare_logits(logits["sdpa"], logits[ATTENTION], torch.zeros(len(logits["sdpa"]), dtype=torch.long)).kl
+    with capsys.disabled():
+        print(
+            f"\nGemma 3 270M past its window of {window}, int8: KL between dense and fused mean {kl.mean():.2e}, max {kl.max():.2e}"
+        )
+    assert len(kl) == 80
+    assert kl.mean() < 5e-3
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -50,13 +50,14 @@ def attention_over_codes(
             f"attention {ATTENTION!r} computes no matrix of attention weights, and output_attentions=True asks for it; "
             'call model.set_attn_implementation("eager") for that forward'
         )
-    if not isinstance(key, CodedStates):
+    if not isinstance(key, CodedStates) and not isinstance(value, CodedStates):
         mask = attention_mask.dense() if isinstance(attention_mask, CompactMask) else attention_mask
         if kwargs.get("s_aux") is None and kwargs.get("softcap") is None:
             return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         # sdpa knows neither a softcap nor sink logits; the tiles do.
         view, visibility = _over_tensors(query, key, value, mask)
     else:
+        assert isinstance(key, CodedStates), "keys and values come from one cache"
         view, visibility = _over_codes(query, key, attention_mask)
     _refuse_what_is_not_computed(module, query, view.layer, dropout, kwargs.get("position_bias"))
     output = view.attend(

@@ -101,7 +101,12 @@ def compact_mask(*args: Any, **kwargs: Any) -> CompactMask:
         "attention_mask",
         "local_size",
     )
-    return CompactMask(dict(zip(names, args, strict=False)) | kwargs)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    for name in ("q_offset", "kv_offset"):
+        # A static cache counts in a tensor, and will have counted on when somebody looks.
+        if isinstance(arguments.get(name), Tensor):
+            arguments[name] = arguments[name].clone()
+    return CompactMask(arguments)
 
 
 def _dense(value: Any) -> Any:

@@ -20,6 +20,7 @@ from hf_kvq.caches.storage import fill_cache, read_header, save_cache
 from hf_kvq.config import QuantConfig, resolve_scheme
 from hf_kvq.kernels import kernels_for
 from hf_kvq.layers import LiveConfig, QuantizedLayer, RowPadding
+from hf_kvq.states import CodedStates
 
 __all__ = ["QuantizedCache"]
 
@@ -129,7 +130,7 @@ class QuantizedCache(Cache):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor] | tuple[CodedStates, CodedStates]:
         """See `QuantizedLayer.update`. If a layer refuses its states, the layers before it give back what they took in this forward."""
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -12,8 +12,9 @@ from typing import Literal, get_args
 
 from hf_kvq.config import QuantConfig, resolve_scheme
 
-__all__ = ["EXACT", "Bos", "Dtype", "EvalConfig", "Join", "Prefill", "Protocol"]
+__all__ = ["EXACT", "Attending", "Bos", "Dtype", "EvalConfig", "Join", "Prefill", "Protocol"]
 
+Attending = Literal["dense", "fused"]
 Bos = Literal["none", "each window"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Join = Literal["raw", "rows"]
@@ -41,6 +42,7 @@ class EvalConfig:
         bos: `"each window"` puts the tokenizer's BOS token in front of every window.
         chunk: Tokens of one forward under `"decode"` (None: 1). `"windows"` is one pass and takes none.
         prefill: `"windows"` is always `"coded"`. Under `"decode"` None means `"exact"`, the default of the cache.
+        attention: `"dense"`: the model's own over decoded states. `"fused"`: over codes. The exact cache is read by sdpa either way.
         sinks: Replaces the sinks of every scheme; None leaves them.
         residual: Replaces the residual of every scheme; None leaves it.
         dtype: Of the model.
@@ -63,6 +65,7 @@ class EvalConfig:
     bos: Bos = "none"
     chunk: int | None = None
     prefill: Prefill | None = None
+    attention: Attending = "dense"
     sinks: int | None = None
     residual: int | None = None
     dtype: Dtype = "float32"
@@ -73,7 +76,8 @@ class EvalConfig:
     timed_tokens: int = 9
 
     def __post_init__(self) -> None:
-        for name, choices in (("join", Join), ("protocol", Protocol), ("bos", Bos), ("dtype", Dtype)):
+        literals = {"join": Join, "protocol": Protocol, "bos": Bos, "dtype": Dtype, "attention": Attending}
+        for name, choices in literals.items():
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {get_args(choices)}, got {getattr(self, name)!r}")
         if self.window < 2:

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from hf_kvq.evaluation.config import Bos, Dtype, Join, Prefill, Protocol
+from hf_kvq.evaluation.config import Attending, Bos, Dtype, Join, Prefill, Protocol
 from hf_kvq.evaluation.environment import Environment
 from hf_kvq.evaluation.protocols import NoiseFloor
 
 __all__ = ["SCHEMA", "ModelRecord", "PositionBucket", "Receipt", "Results", "Settings", "TextRecord"]
 
-SCHEMA = 1
+SCHEMA = 2
 
 Section = TypeVar("Section")
 
@@ -64,6 +64,7 @@ class Settings:
         bos: BOS rule.
         prefill: What the tokens of a forward saw of each other: `"coded"` or `"exact"` states.
         chunk: Tokens of one forward; null: a whole window.
+        attention: `"dense"` over decoded states, or `"fused"` over codes.
         sinks: First tokens kept exactly.
         residual: Newest tokens kept exactly.
         seed: Of torch.
@@ -84,6 +85,7 @@ class Settings:
     bos: Bos
     prefill: Prefill
     chunk: int | None
+    attention: Attending
     sinks: int
     residual: int
     seed: int
@@ -188,8 +190,12 @@ class Receipt:
             raise ValueError(f"not a receipt: it is no JSON ({error})") from error
         if not isinstance(data, dict) or "schema" not in data:
             raise ValueError("not a receipt: the field 'schema' is missing")
-        if (schema := data.pop("schema")) != SCHEMA:
-            raise ValueError(f"the receipt has schema {schema}, this version of hf_kvq reads {SCHEMA}")
+        schema = data.pop("schema")
+        if schema == 1 and isinstance(data.get("settings"), dict):
+            # Before attention over codes there was no choice to record.
+            data["settings"].setdefault("attention", "dense")
+        elif schema != SCHEMA:
+            raise ValueError(f"the receipt has schema {schema}, this version of hf_kvq reads 1 and {SCHEMA}")
         nested = {"model": ModelRecord, "text": TextRecord, "settings": Settings, "environment": Environment}
         for name, section in nested.items():
             if name in data:

@@ -42,6 +42,7 @@ def heading(receipts: Sequence[Receipt]) -> str:
         how = "one teacher-forced pass each, every token read as codes"
     else:
         how = f"fed {_count(settings.chunk or settings.window, 'token')} at a time, prefill {settings.prefill}"
+    how += ", attention over codes" if settings.attention == "fused" else ""
     bos = "" if settings.bos == "none" else ", BOS before each"
     lines = [
         f"Model: {model.title}, {model.dtype} ({model.source}).",

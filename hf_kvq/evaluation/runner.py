@@ -7,10 +7,12 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_kvq.config import QuantConfig
 from hf_kvq.evaluation.candidates import Candidate, Exact, candidates
@@ -21,6 +23,7 @@ from hf_kvq.evaluation.models import LoadedModel, load_model
 from hf_kvq.evaluation.protocols import DecodeSpeed, NoiseFloor, decode_speed, measure, noise_floor
 from hf_kvq.evaluation.receipts import ModelRecord, Receipt, Settings, TextRecord
 from hf_kvq.evaluation.summary import summarize
+from hf_kvq.states import ATTENTION
 
 __all__ = ["Progress", "evaluate_model", "evaluate_schemes", "rerun"]
 
@@ -52,7 +55,7 @@ def evaluate_model(
     coded = [candidate for candidate in compared if candidate.name != EXACT]
     total = len(cut) * (1 + len(coded)) + bool(config.noise_floor_tokens) + bool(config.timed_tokens)
     step = _Steps(total, progress)
-    with _reproducible(config, model.device):
+    with _reproducible(config, model.device), _attending(model, config):
         floor = _noise_floor(loaded, cut, config, step)
         # The exact cache always runs: it is what every figure is relative to.
         measured = measure(model, cut, [Exact(), *coded], chunk=config.forward_tokens, step=step)
@@ -114,6 +117,7 @@ def rerun(
         bos=settings.bos,
         chunk=settings.chunk if settings.protocol == "decode" else None,
         prefill=settings.prefill,
+        attention=settings.attention,
         dtype=receipt.model.dtype,
         device=settings.device,
         threads=settings.threads,
@@ -158,6 +162,20 @@ def _reproducible(config: EvalConfig, device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(threads)
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, config: EvalConfig) -> Iterator[None]:
+    """The model set to attention over codes inside, if the config says so, and as it was afterwards."""
+    if config.attention == "dense":
+        yield
+        return
+    before = cast(str, model.config._attn_implementation)
+    model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _noise_floor(
@@ -233,6 +251,7 @@ def _settings(
         bos=config.bos,
         prefill=config.cache_prefill,
         chunk=config.forward_tokens,
+        attention=config.attention,
         sinks=scheme.get("sinks", 0),
         residual=scheme.get("residual", 0),
         seed=config.seed,

@@ -60,6 +60,13 @@ def encoder_for(layout: Layout, device_type: str) -> Callable[[Tensor, Tensor, T
 def kernels_for(device_type: str) -> tuple[Kernel, ...]:
     """The kernels to ask in turn on a device of this type; the last one takes everything."""
     compiled = []
+    if device_type == "cuda":
+        try:
+            from hf_kvq.kernels.triton_decode import TritonDecodeKernel
+        except ImportError:
+            pass
+        else:
+            compiled.append(TritonDecodeKernel())
     if device_type == "cpu":
         try:
             from hf_kvq.kernels.numba_decode import NumbaDecodeKernel

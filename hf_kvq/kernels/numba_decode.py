@@ -243,7 +243,7 @@ def _add_eight(typing_context, weights, states, stop, dim, out):
         with cgutils.for_range_slice(builder, index(0), stop, index(8), index) as (place, _):
             # Two chains: a sum of eight waits for each addition.
             sums = [builder.load(at(out, place), align=4), ir.Constant(vector, [0.0] * 8)]
-            for k, (factor, row) in enumerate(zip(factors, rows)):
+            for k, (factor, row) in enumerate(zip(factors, rows, strict=True)):
                 product = builder.fmul(factor, builder.load(at(row, place), align=4), flags=["contract"])
                 sums[k % 2] = builder.fadd(sums[k % 2], product, flags=["contract"])
             builder.store(builder.fadd(*sums), at(out, place), align=4)

@@ -71,10 +71,10 @@ class Region:
         """
         self.dims = keys.shape[3], values.shape[3]
         self.tokens_encoded += keys.shape[2]
-        if self._encodes_in_place(keys) and self._encodes_in_place(values):
+        if self._encoder is not None and self._encodes_in_place(keys) and self._encodes_in_place(values):
             codes = self.buffer.extend(keys.shape[2], in_place=in_place)
-            for name, states in (("key", keys), ("value", values)):
-                self._encoder(states, codes[f"{name}_codes"], codes[f"{name}_scale"])
+            self._encoder(keys, codes["key_codes"], codes["key_scale"])
+            self._encoder(values, codes["value_codes"], codes["value_scale"])
             return
         self.buffer.append(
             {f"key_{name}": part for name, part in self.key_codec.encode(keys).items()}
@@ -85,8 +85,7 @@ class Region:
     def _encodes_in_place(self, states: Tensor) -> bool:
         """Whether a compiled encoder takes these states; the buffer must be there to write to."""
         return (
-            self._encoder is not None
-            and 0 < states.shape[2] <= FEW
+            0 < states.shape[2] <= FEW
             and bool(self.buffer.tensors)
             and states.dtype in (torch.float32, torch.bfloat16)
             and states.device.type == "cpu"
