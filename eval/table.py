@@ -1,6 +1,7 @@
 """`python -m eval.table [--check]`: write the README's tables from the newest complete runs in `eval/results`.
 
-A table stands between `<!-- results:SUITE -->` and `<!-- /results -->`. `--check` writes nothing, and exits with 1 and a diff where
+A table stands between `<!-- results:SUITE -->` and `<!-- /results -->`; the one of `speed` comes from the newest record of each kind of
+`eval.speed`. `--check` writes nothing, and exits with 1 and a diff where
 the README is not what the results say.
 """
 
@@ -13,11 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval.speed.records import newest
+from eval.speed.tables import compact_table
 from hf_kvq.evaluation import Receipt, heading, table
 
 __all__ = ["main", "newest_run", "render"]
 
 ROOT = Path(__file__).parent.parent
+SPEED = "speed"
 _BLOCK = re.compile(r"(<!-- results:(?P<suite>\w+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
@@ -56,11 +60,21 @@ def render(readme: str, results: Path) -> str:
         raise ValueError("README has no block; put <!-- results:SUITE --> and <!-- /results --> on lines of their own")
 
     def block(match: re.Match[str]) -> str:
-        receipts = newest_run(results / f"{match['suite']}.jsonl")
-        notes = "".join(f"- {line}\n" for line in heading(receipts).splitlines())
-        return f"{match[1]}\n{table(receipts)}\n\n{notes}\n{match[3]}"
+        path = results / f"{match['suite']}.jsonl"
+        content = _speed(path) if match["suite"] == SPEED else _suite(path)
+        return f"{match[1]}\n{content}\n{match[3]}"
 
     return _BLOCK.sub(block, readme)
+
+
+def _suite(path: Path) -> str:
+    receipts = newest_run(path)
+    notes = "".join(f"- {line}\n" for line in heading(receipts).splitlines())
+    return f"{table(receipts)}\n\n{notes}"
+
+
+def _speed(path: Path) -> str:
+    return "\n\n".join(compact_table(record) for record in newest(path).values()) + "\n"
 
 
 def newest_run(path: Path) -> list[Receipt]:
