@@ -326,8 +326,34 @@ REFUSED = {
 def test_what_is_not_computed_is_refused(case):
     model = fused(tiny_llama())
     act, message = REFUSED[case]
+    cache = QuantizedCache(model.config, "int8", sinks=2, prefill="coded")
     with pytest.raises(ValueError, match=message):
-        act(model, QuantizedCache(model.config, "int8", sinks=2, prefill="coded"))
+        act(model, cache)
+    assert [layer.seen for layer in cache.coded_layers] == [0, 0]
+
+
+def test_a_forward_that_attention_refuses_is_taken_back_in_every_layer(monkeypatch):
+    model = fused(tiny_llama())
+    cache = QuantizedCache(model.config, "int8")
+    with torch.inference_mode():
+        model(ids(), past_key_values=cache)
+        expected = model(ids(2, 1), past_key_values=copy.deepcopy(cache)).logits
+        # A layer that looks at keys between the cache and the attention.
+        attention = model.model.layers[1].self_attn
+        forward = type(attention).forward
+
+        def looks_at_keys(self, *args, **kwargs):
+            update = kwargs["cache"].update
+            monkeypatch.setattr(kwargs["cache"], "update", lambda *a, **k: update(*a, **k)[0].shape)
+            return forward(self, *args, **kwargs)
+
+        attention.forward = looks_at_keys.__get__(attention)
+        with pytest.raises(TypeError, match="layer 1: keys and values are codes"):
+            model(ids(2, 1), cache=cache)
+        monkeypatch.undo()
+        del attention.forward
+        assert [layer.seen for layer in cache.coded_layers] == [21, 21]
+        assert torch.equal(model(ids(2, 1), past_key_values=cache).logits, expected)
 
 
 class Largest(TorchDispatchMode):

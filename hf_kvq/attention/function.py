@@ -45,6 +45,25 @@ def attention_over_codes(
     Raises:
         ValueError: If attention weights, dropout, a position bias or a gradient in training are asked for over codes.
     """
+    try:
+        output = _attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    except ValueError:
+        if isinstance(key, CodedStates):
+            key.undo()
+        raise
+    return output, None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor | CodedStates,
+    value: Tensor | CodedStates,
+    attention_mask: Tensor | CompactMask | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
     if kwargs.get("output_attentions"):
         raise ValueError(
             f"attention {ATTENTION!r} computes no matrix of attention weights, and output_attentions=True asks for it; "
@@ -53,7 +72,10 @@ def attention_over_codes(
     if not isinstance(key, CodedStates) and not isinstance(value, CodedStates):
         mask = attention_mask.dense() if isinstance(attention_mask, CompactMask) else attention_mask
         if kwargs.get("s_aux") is None and kwargs.get("softcap") is None:
-            return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+            output, _ = sdpa_attention_forward(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+            return output
         # sdpa knows neither a softcap nor sink logits; the tiles do.
         view, visibility = _over_tensors(query, key, value, mask)
     else:
@@ -67,7 +89,7 @@ def attention_over_codes(
         softcap=kwargs.get("softcap"),
         sink_logits=kwargs.get("s_aux"),
     )
-    return output.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous()
 
 
 def _over_codes(query: Tensor, handle: CodedStates, mask: Tensor | CompactMask | None) -> tuple[StoreView, Visibility]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,7 +134,10 @@ class QuantizedCache(Cache):
     ) -> tuple[Tensor, Tensor] | tuple[CodedStates, CodedStates]:
         """See `QuantizedLayer.update`. If a layer refuses its states, the layers before it give back what they took in this forward."""
         try:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if isinstance(states[0], CodedStates):
+                states[0].undo = partial(self._take_back, layer_idx)
+            return states
         except (TypeError, ValueError) as error:
             if stuck := self._undo_forward(layer_idx):
                 hint = (
@@ -240,6 +244,11 @@ class QuantizedCache(Cache):
             prefill=self.prefill,
             model=self._model,
         )
+
+    def _take_back(self, layer_idx: int) -> None:
+        """Undo a forward that has come to attention in `layer_idx` and cannot go on."""
+        self.coded_layers[[layer.index for layer in self.coded_layers].index(layer_idx)].undo_update()
+        self._undo_forward(layer_idx)
 
     def _undo_forward(self, layer_idx: int) -> list[int]:
         """Give back this forward's tokens in the layers before `layer_idx`; returns those that can not."""

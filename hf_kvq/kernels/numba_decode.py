@@ -10,6 +10,7 @@ Only `hf_kvq.kernels` imports this module, and only where numba is installed.
 from __future__ import annotations
 
 import math
+import threading
 from typing import no_type_check
 
 import numba
@@ -32,6 +33,7 @@ PARALLEL_FROM = 2**17
 """Codes of the keys below which starting threads costs more than they save."""
 
 _LAYOUTS = {"int8": 0, "e4m3": 1, "int4": 2}
+_LAUNCH = threading.Lock()
 _NOTHING = np.empty((0, 0), dtype=np.uint8)
 
 
@@ -59,14 +61,19 @@ class NumbaDecodeKernel(Kernel):
         output = torch.empty(batch, kv_heads, groups, 1, values.dim)
         lse = torch.empty(batch, kv_heads, groups, 1)
         threads = torch.get_num_threads() if batch * kv_heads * keys.tokens * dim >= PARALLEL_FROM else 1
-        attend = _attend
-        if threads > 1:
-            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-            attend = _attend_in_parallel
-        attend(
+        arguments = (
             rows.data_ptr(), _place(keys), _place(values), output.data_ptr(), lse.data_ptr(), hidden,
             (batch, kv_heads, groups, keys.tokens, dim, values.dim), scoring.scaling, scoring.softcap or 0.0,
         )  # fmt: skip
+        if threads == 1:
+            _attend(*arguments)
+        else:
+            # One launch at a time: not every threading layer of numba bears two.
+            with _LAUNCH:
+                before = numba.get_num_threads()
+                numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+                _attend_in_parallel(*arguments)
+                numba.set_num_threads(before)
         return Partial(output, lse)
 
 

@@ -159,7 +159,7 @@ class QuantizedLayer(CacheLayerMixin):
             return view.dense()
         padding_matters = padding_matters and self.store is not None and self.store.depends_on_padding
         learn = partial(self._take_anew, key_states, value_states) if padding_matters else None
-        handle = CodedStates(view, learn)
+        handle = CodedStates(view, learn, self.undo_update)
         return handle, handle
 
     def undo_update(self) -> bool:

@@ -27,21 +27,27 @@ class CodedStates:
         view: Both of them, as this forward reads them.
         on_padding: Where codes depend on which columns are padding and nobody said so yet: takes the mask of the columns so far (True for a token), stores
             this forward's tokens anew, and returns their view.
+        undo: Takes this forward's tokens back, for when it cannot go on.
     """
 
-    __slots__ = ("on_padding", "view")
+    __slots__ = ("on_padding", "undo", "view")
 
     def __init__(
-        self, view: StoreView, on_padding: Callable[[Bool[Tensor, "batch columns"]], StoreView] | None = None
+        self,
+        view: StoreView,
+        on_padding: Callable[[Bool[Tensor, "batch columns"]], StoreView] | None = None,
+        undo: Callable[[], object] = lambda: None,
     ) -> None:
         self.view = view
         self.on_padding = on_padding
+        self.undo = undo
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values, decoded."""
         return self.view.dense()
 
     def _refuse(self, use: str) -> NoReturn:
+        self.undo()
         raise TypeError(
             f"layer {self.view.layer}: keys and values are codes under attn_implementation {ATTENTION!r} and were used as tensors ({use}); this model's "
             'attention needs tensors: call model.set_attn_implementation("sdpa") (or "eager"), and the same cache gives it decoded ones'
