@@ -338,20 +338,17 @@ def test_a_forward_that_attention_refuses_is_taken_back_in_every_layer(monkeypat
     with torch.inference_mode():
         model(ids(), past_key_values=cache)
         expected = model(ids(2, 1), past_key_values=copy.deepcopy(cache)).logits
-        # A layer that looks at keys between the cache and the attention.
-        attention = model.model.layers[1].self_attn
-        forward = type(attention).forward
+        update = cache.update
 
-        def looks_at_keys(self, *args, **kwargs):
-            update = kwargs["cache"].update
-            monkeypatch.setattr(kwargs["cache"], "update", lambda *a, **k: update(*a, **k)[0].shape)
-            return forward(self, *args, **kwargs)
+        def looked_at(keys, values, layer, *args, **kwargs):
+            """As in a model whose second layer looks at keys between the cache and the attention."""
+            states = update(keys, values, layer, *args, **kwargs)
+            return states if layer == 0 else states[0].shape
 
-        attention.forward = looks_at_keys.__get__(attention)
+        monkeypatch.setattr(cache, "update", looked_at)
         with pytest.raises(TypeError, match="layer 1: keys and values are codes"):
-            model(ids(2, 1), cache=cache)
+            model(ids(2, 1), past_key_values=cache)
         monkeypatch.undo()
-        del attention.forward
         assert [layer.seen for layer in cache.coded_layers] == [21, 21]
         assert torch.equal(model(ids(2, 1), past_key_values=cache).logits, expected)
 
