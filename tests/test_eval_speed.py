@@ -203,6 +203,18 @@ def test_peaks_are_those_of_the_states_that_a_step_makes(tmp_path, capsys):
         assert long["int8 fused, numba as installed"] == short["int8 fused, numba as installed"] < 10_000
 
 
+def test_kernels_are_timed_on_the_same_codes(tmp_path, capsys):
+    record = run(
+        capsys, tmp_path / "speed.jsonl", "kernels", "--shape", "4x2x32", "--context", "40", "300", "--steps", "3"
+    )
+    assert [(row["context"], row["codes"]) for row in record["rows"]] == [
+        (context, codes) for context in (40, 300) for codes in ("int8", "fp8", "int4")
+    ]
+    for row in record["rows"]:
+        assert row["kernels"]["torch"]["torch_over_it"]["median"] == 1.0
+        assert set(row["kernels"]) == set(record["kernels"])
+
+
 def test_a_peak_counts_what_is_held_at_once_and_temporaries_inside_of_operations():
     def attend(module, query, keys, values):
         for _ in range(3):
@@ -251,8 +263,8 @@ def test_results_that_give_no_table_are_named(tmp_path, content, message):
 
 
 def test_committed_records_stay_readable():
-    for record in records.newest(RESULTS).values():
-        assert "DynamicCache" in tables.compact_table(record)
+    for kind, record in records.newest(RESULTS).items():
+        assert ("torch" if kind == "kernels" else "DynamicCache") in tables.compact_table(record)
 
 
 @pytest.mark.parametrize(

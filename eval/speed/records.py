@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["KINDS", "append", "newest"]
 
-KINDS = ("model", "layers", "prefill", "peak")
+KINDS = ("model", "layers", "prefill", "peak", "kernels")
 
 
 def append(record: dict[str, Any], path: Path) -> None:

@@ -180,12 +180,37 @@ def _peak(record: Record) -> str:
     return _markdown(["context", *names], rows)
 
 
+def _kernels_heading(record: Record) -> str:
+    return (
+        f"One query over the codes of one layer, {record['shape']}, {record['dtype']}: milliseconds, and the plain torch kernel's time over each one's, "
+        f"{record['steps']} calls."
+    )
+
+
+def _kernels(record: Record) -> str:
+    rows = [
+        [
+            f"{row['context']:,}", row["codes"], name, _range(figures["ms"]), f"{_range(figures['torch_over_it'])}x",
+        ]
+        for row in record["rows"]
+        for name, figures in row["kernels"].items()
+    ]  # fmt: skip
+    return _markdown(["context", "codes", "kernel", "ms", "torch / it"], rows)
+
+
 Render = Callable[[Record], str]
 _HEADINGS: dict[str, Render] = {
     "model": _model_heading,
     "layers": _layers_heading,
     "prefill": _prefill_heading,
     "peak": _peak_heading,
+    "kernels": _kernels_heading,
 }
-_FULL: dict[str, Render] = {"model": _model, "layers": _layers, "prefill": _prefill, "peak": _peak}
+_FULL: dict[str, Render] = {
+    "model": _model,
+    "layers": _layers,
+    "prefill": _prefill,
+    "peak": _peak,
+    "kernels": _kernels,
+}
 _COMPACT = _FULL | {"layers": _layers_compact}
