@@ -184,7 +184,7 @@ def test_fused_and_dense_agree_on_real_text(scheme, capsys):
             f"to exact: dense {to_exact['dense']:.2e}, fused {to_exact['fused']:.2e}"
         )
     # What tips over between the two is part of the coding's own noise: neither is closer to exact than the other.
-    assert between.mean() <= 2 * to_exact["dense"]
+    assert between.mean() <= to_exact["dense"]
     assert to_exact["fused"] <= 1.25 * to_exact["dense"]
 
 
@@ -341,7 +341,8 @@ def test_gemma_past_its_window_reads_the_same_codes_fused_and_dense(capsys):
             f"\nGemma 3 270M past its window of {window}, int8: KL between dense and fused mean {kl.mean():.2e}, max {kl.max():.2e}"
         )
     assert len(kl) == 80
-    assert kl.mean() < 5e-3
+    # Coding itself moves this model by some 4e-3.
+    assert kl.mean() < 1e-3
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -247,7 +247,9 @@ class QuantizedCache(Cache):
 
     def _take_back(self, layer_idx: int) -> None:
         """Undo a forward that has come to attention in `layer_idx` and cannot go on."""
-        self.coded_layers[[layer.index for layer in self.coded_layers].index(layer_idx)].undo_update()
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, QuantizedLayer), "only these hand over codes"
+        layer.undo_update()
         self._undo_forward(layer_idx)
 
     def _undo_forward(self, layer_idx: int) -> list[int]:

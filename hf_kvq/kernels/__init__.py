@@ -50,7 +50,7 @@ def encoder_for(layout: Layout, device_type: str) -> Callable[[Tensor, Tensor, T
     if layout != "int8" or device_type != "cpu":
         return None
     try:
-        from hf_kvq.kernels.numba_decode import encode_int8
+        from hf_kvq.kernels.numba_encode import encode_int8
     except ImportError:
         return None
     return encode_int8

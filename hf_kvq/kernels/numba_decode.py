@@ -19,12 +19,12 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
-from torch import Tensor
 
 from hf_kvq.kernels.base import Kernel, Operand, Partial, Query, Scoring
+from hf_kvq.kernels.numba_memory import memory, pointer, prefetch
 from hf_kvq.kernels.visibility import Visibility
 
-__all__ = ["NumbaDecodeKernel", "encode_int8"]
+__all__ = ["NumbaDecodeKernel"]
 
 SPLIT = 256
 """Tokens of one piece of work."""
@@ -94,52 +94,16 @@ _WIDENED = 32  # tokens at a time: a scratch of 8 KiB at 64 channels, 32 KiB at 
 _AHEAD = 4096  # bytes: the processor's own prefetching ends with the page
 _HIDDEN = np.float32(-1e30)
 _LOG2_E = np.float32(math.log2(math.e))
-_SMALLEST = np.float32(torch.finfo(torch.bfloat16).tiny)
 _LN_2 = np.float32(math.log(2.0))
 _TO_E4M3 = np.float32(2.0**120)
 _E4M3_BITS = np.int32(-(2**31) + 0x7F00000)
-
-
-@intrinsic
-@no_type_check
-def _pointer(typing_context, address):
-    """An address as a pointer, for `numba.carray`."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
-
-
-@numba.njit(cache=True)
-@no_type_check
-def _memory(address, dtype):
-    """Memory from an address on. Its end is unknown here; no index is checked against it."""
-    return numba.carray(_pointer(address), (1 << 40,), dtype)
-
-
-@intrinsic
-@no_type_check
-def _prefetch(typing_context, array, place):
-    """Ask for the cache line of `array[place]`, which need not exist: a hint reads nothing."""
-
-    def generate(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
-        flag = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
-        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(hint, [pointer, flag(0), flag(3), flag(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, place), generate
 
 
 @numba.njit(fastmath=_FAST, cache=True)
 @no_type_check
 def _widen(place, row, head, first, count, dim, floats):
     """Codes of tokens `first` and on as float32, one token after the other, in `floats`; e4m3 codes come out as 2^-120 times theirs."""
-    codes = _memory(place[0], np.int8)
+    codes = memory(place[0], np.int8)
     start = row * place[1] + head * place[2] + first * place[3]
     width = dim // 2 if place[8] == 2 else dim
     if place[8] == 2:
@@ -153,7 +117,7 @@ def _widen(place, row, head, first, count, dim, floats):
                 upper[c] = np.float32(((packed >> 4) & 15) - 8)
         return
     for byte in range(0, count * place[3], 64):
-        _prefetch(codes, start + byte + _AHEAD)
+        prefetch(codes, start + byte + _AHEAD)
     # Tokens that follow each other without a gap, as a store holds them, are one long run.
     runs = 1 if place[3] == dim else count
     length = count * dim // runs
@@ -177,12 +141,12 @@ def _read_scales(place, row, head, first, count, factor, out):
     """Scales of tokens `first` and on times `factor`, and what mends the widened e4m3 codes."""
     start = row * place[5] + head * place[6] + first * place[7]
     if place[9]:
-        scales = _memory(place[4], np.int16)
+        scales = memory(place[4], np.int16)
         bits = out.view(np.int32)
         for token in range(count):
             bits[token] = np.int32(scales[start + token * place[7]]) << 16
     else:
-        floats = _memory(place[4], np.float32)
+        floats = memory(place[4], np.float32)
         for token in range(count):
             out[token] = floats[start + token * place[7]]
     if place[8] == 1:
@@ -276,7 +240,7 @@ def _add_weighted(weights, floats, count, dim, out):
 @numba.njit(fastmath=_FAST, cache=True)
 @no_type_check
 def _exp2(x, powers):
-    """`x = 2 ** x` in place for x <= 0, within two units of the last place; `powers` is scratch.
+    """`x = 2 ** x` in place for x <= 0; `powers` is scratch.
 
     x = n + f with f in [-1/2, 1/2]: 2^f is its Taylor polynomial of degree 7, 2^n goes into the exponent's bits.
     """
@@ -397,11 +361,11 @@ def _open(query, keys, values, output, lse, sizes):
     for i in range(len(keys)):
         key_place[i], value_place[i] = keys[i], values[i]
     return (
-        numba.carray(_pointer(query), (batch, kv_heads, groups, dim), np.float32),
+        numba.carray(pointer(query), (batch, kv_heads, groups, dim), np.float32),
         key_place,
         value_place,
-        numba.carray(_pointer(output), (batch, kv_heads, groups, value_dim), np.float32),
-        numba.carray(_pointer(lse), (batch, kv_heads, groups), np.float32),
+        numba.carray(pointer(output), (batch, kv_heads, groups, value_dim), np.float32),
+        numba.carray(pointer(lse), (batch, kv_heads, groups), np.float32),
     )
 
 
@@ -446,53 +410,3 @@ def _attend_in_parallel(query_at, keys_at, values_at, output_at, lse_at, visible
     for place in range(batch * kv_heads):
         row, head = place // kv_heads, place % kv_heads
         _merge_splits(outputs[place], largest[place], total[place], output[row, head], lse[row, head])
-
-
-@numba.njit(cache=True)
-@no_type_check
-def _encode_int8(states_at, steps, is_bits, codes_at, code_steps, scales_at, scale_steps, sizes):
-    batch, kv_heads, tokens, dim = sizes
-    codes, scales = _memory(codes_at, np.int8), _memory(scales_at, np.int16)
-    row_of = np.empty(dim, np.float32)
-    bits = row_of.view(np.int32)
-    one = np.empty(1, np.float32)
-    one_bits = one.view(np.int32)
-    for row in range(batch):
-        for head in range(kv_heads):
-            for token in range(tokens):
-                start = row * steps[0] + head * steps[1] + token * steps[2]
-                if is_bits:
-                    halves = _memory(states_at, np.int16)
-                    for c in range(dim):
-                        bits[c] = np.int32(halves[start + c]) << 16
-                else:
-                    floats = _memory(states_at, np.float32)
-                    for c in range(dim):
-                        row_of[c] = floats[start + c]
-                largest = np.float32(0)
-                for c in range(dim):
-                    largest = max(largest, abs(row_of[c]))
-                # To the nearest bfloat16, ties to even, as torch casts.
-                one[0] = max(largest / np.float32(127), _SMALLEST)
-                rounded = (one_bits[0] + 0x7FFF + ((one_bits[0] >> 16) & 1)) >> 16
-                scales[row * scale_steps[0] + head * scale_steps[1] + token * scale_steps[2]] = np.int16(rounded)
-                one_bits[0] = np.int32(rounded) << 16
-                scale = one[0]
-                target = row * code_steps[0] + head * code_steps[1] + token * code_steps[2]
-                for c in range(dim):
-                    code = np.rint(row_of[c] / scale)
-                    codes[target + c] = np.int8(min(max(code, np.float32(-127)), np.float32(127)))
-
-
-def encode_int8(states: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Write the codes and the scale of a few tokens where they stay, bit for bit what the codec's own tensors would hold.
-
-    Args:
-        states: `[batch, kv_heads, tokens, head_dim]`, float32 or bfloat16, channels next to each other.
-        codes: Likewise, int8; written.
-        scale: `[batch, kv_heads, tokens, 1]`, bfloat16; written.
-    """
-    _encode_int8(
-        states.data_ptr(), states.stride(), states.dtype == torch.bfloat16, codes.data_ptr(), codes.stride(),
-        scale.data_ptr(), scale.stride(), tuple(states.shape),
-    )  # fmt: skip

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hf_kvq.codecs import Codec
-from hf_kvq.codecs.affine import PerTokenAffineCodec
 from hf_kvq.kernels import FEW, Operand, encoder_for
 from hf_kvq.states.buffer import BufferMark, TokenBuffer
 from hf_kvq.states.view import Segment
@@ -28,10 +27,10 @@ class Region:
         self.key_codec = key_codec
         self.value_codec = value_codec
         self.buffer = TokenBuffer()
-        per_token = isinstance(key_codec, PerTokenAffineCodec) and isinstance(value_codec, PerTokenAffineCodec)
-        self._encoder = (
-            encoder_for(key_codec.layout, "cpu") if per_token and key_codec.layout == value_codec.layout else None
+        alone = key_codec.layout == value_codec.layout and not (
+            key_codec.depends_on_chunks or value_codec.depends_on_chunks
         )
+        self._encoder = encoder_for(key_codec.layout, "cpu") if alone else None
         self.dims = (0, 0)
         """Channels of a key and of a value, known from the first tokens on."""
         self.tokens_encoded = 0
