@@ -260,3 +260,23 @@ def test_the_compiled_encoder_writes_the_codecs_own_bits(shape, dtype):
         assert torch.equal(got[name][:, :, 2:-2], part)
         assert (got[name][:, :, :2] == 1).all()
         assert (got[name][:, :, -2:] == 1).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("layout", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_logits_and_lse_give_the_weight_of_each_token(kernel, layout, softcap):
+    query, keys, values = problem(layout, (2, 2, 3, 300, 64))
+    real = torch.ones(2, 300, dtype=torch.bool)
+    real[1, 280:] = False
+    visibility, logits = Visibility(299, 1, real=real), torch.full((2, 2, 3, 1, 300), 7.0)
+    if not kernel.supports(query, keys, values, visibility):
+        pytest.skip(f"{kernel.name} leaves this to the next kernel")
+    part = kernel.attend(query, keys, values, 0, visibility, Scoring(0.125, softcap), logits=logits)
+    weights = (logits - part.lse[..., None]).exp()
+    assert error(weights.sum(-1), torch.ones(2, 2, 3, 1, dtype=torch.float64)) < 1e-5
+    assert not weights[1, ..., 280:].any()
+    output = torch.einsum("bhgqt,bhtc->bhgqc", weights.double(), decoded(values))
+    assert error(part.output, output) < CLOSE
+    plain = kernel.attend(query, keys, values, 0, visibility, Scoring(0.125, softcap))
+    assert torch.equal(plain.output, part.output)

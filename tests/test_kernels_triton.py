@@ -257,3 +257,15 @@ def test_the_kernels_compile_for_a_gpu_with_exact_products(tmp_path):
 def test_every_test_of_this_file_passes_where_triton_interprets():
     done = in_its_own_process("-m", "pytest", "-q", "-x", "-k", "not compile", __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("layout", ["int8", "int4"])
+def test_logits_are_those_of_the_reference(layout):
+    query, keys, values = problem(layout, batch=2, kv_heads=2, groups=3, tokens=150, dim=64)
+    real = torch.ones(2, 150, dtype=torch.bool)
+    real[1, :20] = False
+    kernels, scoring = (TritonDecodeKernel("cpu"), TiledKernel()), Scoring(0.125)
+    got, expected = (torch.full((2, 2, 3, 1, 150), 7.0) for _ in kernels)
+    for kernel, logits in zip(kernels, (got, expected), strict=True):
+        kernel.attend(query, keys, values, 0, Visibility(149, 1, real=real), scoring, logits=logits)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -19,10 +19,16 @@ from torch import Tensor
 from hf_kvq.kernels.visibility import Visibility
 from hf_kvq.packing import Layout
 
-__all__ = ["Kernel", "Operand", "Partial", "Scoring", "compute_dtype", "merge", "zero_logit"]
+__all__ = ["HIDDEN", "Kernel", "Logits", "Operand", "Partial", "Scoring", "compute_dtype", "merge", "zero_logit"]
 
 Query = Float[Tensor, "batch kv_heads groups queries key_dim"]
 """Query heads that share a kv head stand together: head `h * groups + g` is `[:, h, g]`."""
+
+Logits = Float[Tensor, "batch kv_heads groups queries tokens"]
+"""Contiguous, in `compute_dtype` of the query's dtype."""
+
+HIDDEN = -1e30
+"""A logit that takes no weight and gives no NaN."""
 
 
 class Partial(NamedTuple):
@@ -81,7 +87,14 @@ class Kernel(ABC):
 
     @abstractmethod
     def attend(
-        self, query: Query, keys: Operand, values: Operand, first_column: int, visibility: Visibility, scoring: Scoring
+        self,
+        query: Query,
+        keys: Operand,
+        values: Operand,
+        first_column: int,
+        visibility: Visibility,
+        scoring: Scoring,
+        logits: Logits | None = None,
     ) -> Partial:
         """Attention of the queries over these tokens alone, accumulated over tokens in `compute_dtype` of the query's dtype.
 
@@ -92,6 +105,8 @@ class Kernel(ABC):
             first_column: Column of the first token.
             visibility: Which columns each query sees.
             scoring: Scaling and softcap.
+            logits: Filled with the logits where given, below `HIDDEN` / 2 where a query does not see: with the `lse` of all parts they say what
+                weight each token has, without reading a code again.
         """
 
 

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from hf_kvq.kernels.base import Kernel, Operand, Partial, Query, Scoring
+from hf_kvq.kernels.base import Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.numba_memory import memory, pointer, prefetch
 from hf_kvq.kernels.visibility import Visibility
 
@@ -52,7 +52,14 @@ class NumbaDecodeKernel(Kernel):
         )
 
     def attend(
-        self, query: Query, keys: Operand, values: Operand, first_column: int, visibility: Visibility, scoring: Scoring
+        self,
+        query: Query,
+        keys: Operand,
+        values: Operand,
+        first_column: int,
+        visibility: Visibility,
+        scoring: Scoring,
+        logits: Logits | None = None,
     ) -> Partial:
         batch, kv_heads, groups, _, dim = query.shape
         rows = query.to(torch.float32).contiguous()
@@ -64,6 +71,7 @@ class NumbaDecodeKernel(Kernel):
         arguments = (
             rows.data_ptr(), _place(keys), _place(values), output.data_ptr(), lse.data_ptr(), hidden,
             (batch, kv_heads, groups, keys.tokens, dim, values.dim), scoring.scaling, scoring.softcap or 0.0,
+            0 if logits is None else logits.data_ptr(),
         )  # fmt: skip
         if threads == 1:
             _attend(*arguments)
@@ -275,9 +283,12 @@ def _largest(logits):
 @numba.njit(fastmath=_FAST, cache=True)
 @no_type_check
 def _attend_split(
-    query, keys, values, row, head, first, count, visible, scaling, softcap, output, largest, total
+    query, keys, values, row, head, first, count, visible, scaling, softcap, output, largest, total, shown
 ):  # fmt: skip
-    """Attention of one kv head's queries over `count` tokens: weighted sum of values, largest logit (base 2), sum of weights."""
+    """Attention of one kv head's queries over `count` tokens: weighted sum of values, largest logit (base 2), sum of weights.
+
+    The logits themselves, with base e, go to `shown` if it is as long as the tokens.
+    """
     groups, dim = query.shape
     value_dim = output.shape[1]
     floats = np.empty(_WIDENED * max(dim, value_dim), np.float32)
@@ -301,6 +312,9 @@ def _attend_split(
             for i in range(count):
                 if not visible[row, first + i]:
                     logits[i] = _HIDDEN
+        if shown.shape[1]:
+            for i in range(count):
+                shown[g, i] = logits[i] * _LN_2
         top = _largest(logits)
         for i in range(count):
             logits[i] -= top
@@ -354,9 +368,9 @@ def _merge_splits(outputs, largest, total, output, lse):
 
 @numba.njit(cache=True)
 @no_type_check
-def _open(query, keys, values, output, lse, sizes):
-    """Addresses and tuples as arrays."""
-    batch, kv_heads, groups, _, dim, value_dim = sizes
+def _open(query, keys, values, output, lse, logits, sizes):
+    """Addresses and tuples as arrays; logits without tokens where there is no place for them."""
+    batch, kv_heads, groups, tokens, dim, value_dim = sizes
     key_place, value_place = np.empty(len(keys), np.int64), np.empty(len(values), np.int64)
     for i in range(len(keys)):
         key_place[i], value_place[i] = keys[i], values[i]
@@ -366,13 +380,14 @@ def _open(query, keys, values, output, lse, sizes):
         value_place,
         numba.carray(pointer(output), (batch, kv_heads, groups, value_dim), np.float32),
         numba.carray(pointer(lse), (batch, kv_heads, groups), np.float32),
+        numba.carray(pointer(logits if logits else lse), (batch, kv_heads, groups, tokens if logits else 0), np.float32),
     )
 
 
 @numba.njit(fastmath=_FAST, cache=True)
 @no_type_check
-def _attend(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap):
-    query, keys, values, output, lse = _open(query_at, keys_at, values_at, output_at, lse_at, sizes)
+def _attend(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap, logits_at):
+    query, keys, values, output, lse, logits = _open(query_at, keys_at, values_at, output_at, lse_at, logits_at, sizes)
     batch, kv_heads, groups, dim = output.shape
     tokens = sizes[3]
     splits = (tokens + SPLIT - 1) // SPLIT
@@ -386,14 +401,15 @@ def _attend(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, sca
                 _attend_split(
                     query[row, head], keys, values, row, head, first, min(SPLIT, tokens - first), visible,
                     np.float32(scaling), np.float32(softcap), outputs[split], largest[split], total[split],
+                    logits[row, head, :, first : first + SPLIT],
                 )  # fmt: skip
             _merge_splits(outputs, largest, total, output[row, head], lse[row, head])
 
 
 @numba.njit(fastmath=_FAST, cache=True, parallel=True)
 @no_type_check
-def _attend_in_parallel(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap):
-    query, keys, values, output, lse = _open(query_at, keys_at, values_at, output_at, lse_at, sizes)
+def _attend_in_parallel(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap, logits_at):
+    query, keys, values, output, lse, logits = _open(query_at, keys_at, values_at, output_at, lse_at, logits_at, sizes)
     batch, kv_heads, groups, dim = output.shape
     tokens = sizes[3]
     splits = (tokens + SPLIT - 1) // SPLIT
@@ -406,6 +422,7 @@ def _attend_in_parallel(query_at, keys_at, values_at, output_at, lse_at, visible
         _attend_split(
             query[row, head], keys, values, row, head, first, min(SPLIT, tokens - first), visible,
             np.float32(scaling), np.float32(softcap), outputs[place, split], largest[place, split], total[place, split],
+            logits[row, head, :, first : first + SPLIT],
         )  # fmt: skip
     for place in range(batch * kv_heads):
         row, head = place // kv_heads, place % kv_heads

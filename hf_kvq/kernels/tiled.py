@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_kvq.kernels.base import Kernel, Operand, Partial, Query, Scoring, compute_dtype
+from hf_kvq.kernels.base import HIDDEN, Kernel, Logits, Operand, Partial, Query, Scoring, compute_dtype
 from hf_kvq.kernels.visibility import Visibility
 
 __all__ = ["SCORES", "TILE", "TiledKernel"]
@@ -32,7 +32,14 @@ class TiledKernel(Kernel):
         return True
 
     def attend(
-        self, query: Query, keys: Operand, values: Operand, first_column: int, visibility: Visibility, scoring: Scoring
+        self,
+        query: Query,
+        keys: Operand,
+        values: Operand,
+        first_column: int,
+        visibility: Visibility,
+        scoring: Scoring,
+        logits: Logits | None = None,
     ) -> Partial:
         batch, kv_heads, groups, queries, dim = query.shape
         dtype = compute_dtype(query.dtype)
@@ -41,6 +48,8 @@ class TiledKernel(Kernel):
         scratch = _Scratch(batch * kv_heads, tokens, max(keys.dim, values.dim), groups * block, dtype, query.device)
         output = torch.zeros(batch, kv_heads, groups, queries, values.dim, dtype=dtype, device=query.device)
         lse = torch.full((batch, kv_heads, groups, queries), -torch.inf, dtype=dtype, device=query.device)
+        if logits is not None:
+            logits.fill_(HIDDEN)
         for begin in range(0, queries, block):
             end = min(begin + block, queries)
             rows = query[:, :, :, begin:end].to(dtype).reshape(batch * kv_heads, groups * (end - begin), dim)
@@ -52,6 +61,9 @@ class TiledKernel(Kernel):
                     rows, keys.slice(column - first_column, stop - first_column), scratch, visibility, scoring, batch,
                     (begin, end, column, stop),
                 )  # fmt: skip
+                if logits is not None:
+                    shown = logits[:, :, :, begin:end, column - first_column : stop - first_column]
+                    shown.copy_(scores.view(shown.shape)).clamp_(min=HIDDEN)
                 running.add(scores, scratch.states(values.slice(column - first_column, stop - first_column)))
             shape = (batch, kv_heads, groups, end - begin)
             output[:, :, :, begin:end], lse[:, :, :, begin:end] = (

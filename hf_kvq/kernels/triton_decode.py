@@ -20,7 +20,7 @@ import triton.language as tl
 from jaxtyping import Bool
 from torch import Tensor
 
-from hf_kvq.kernels.base import Kernel, Operand, Partial, Query, Scoring
+from hf_kvq.kernels.base import Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.visibility import Visibility
 
 __all__ = ["TritonDecodeKernel"]
@@ -64,7 +64,14 @@ class TritonDecodeKernel(Kernel):
         )
 
     def attend(
-        self, query: Query, keys: Operand, values: Operand, first_column: int, visibility: Visibility, scoring: Scoring
+        self,
+        query: Query,
+        keys: Operand,
+        values: Operand,
+        first_column: int,
+        visibility: Visibility,
+        scoring: Scoring,
+        logits: Logits | None = None,
     ) -> Partial:
         batch, kv_heads, groups, _, _ = query.shape
         _, visible = visibility.for_one_query(first_column, keys.tokens)
@@ -74,7 +81,7 @@ class TritonDecodeKernel(Kernel):
         scratch = query.new_empty(batch * kv_heads, splits, groups, values.dim, dtype=torch.float32)
         lses = query.new_empty(batch * kv_heads, splits, groups, dtype=torch.float32)
         with torch.cuda.device_of(query):  # Triton launches on the current device
-            _launch(query, keys, values, visible, scoring, scratch, lses, split, block)
+            _launch(query, keys, values, visible, scoring, scratch, lses, logits, split, block)
             output, lse = (scratch, lses) if splits == 1 else _merge(scratch, lses)
         return Partial(output.view(batch, kv_heads, groups, 1, -1), lse.view(batch, kv_heads, groups, 1))
 
@@ -95,7 +102,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _launch(
     query: Query, keys: Operand, values: Operand, visible: Bool[Tensor, "rows columns"] | None, scoring: Scoring,
-    output: Tensor, lse: Tensor, split: int, block: int,
+    output: Tensor, lse: Tensor, logits: Tensor | None, split: int, block: int,
 ) -> None:  # fmt: skip
     batch, kv_heads, groups, _, _ = query.shape
     query = query if query.stride(4) == 1 else query.contiguous()
@@ -110,11 +117,11 @@ def _launch(
     kernel: Any = _attend_split  # its options, such as the number of warps, are no parameters of it
     kernel[(batch * kv_heads, output.shape[1], triton.cdiv(groups, padded))](
         query, *query.stride()[:3], *_place(keys), *_place(values), mask, mask.stride(0), mask.stride(1), output, lse,
-        kv_heads, groups, keys.tokens, split, before, after,
+        lse if logits is None else logits, kv_heads, groups, keys.tokens, split, before, after,
         KEYS=keys.layout, KEY_WIDTH=key_width, KEY_PADDED=max(triton.next_power_of_2(key_width), 16),
         VALUES=values.layout, VALUE_WIDTH=value_width, VALUE_PADDED=max(triton.next_power_of_2(value_width), 16),
         GROUPS=padded, BLOCK=block, EXACT_QUERY=query.dtype != torch.float32, HIDES=visible is not None,
-        CAPPED=scoring.softcap is not None, num_warps=4, num_stages=3,
+        CAPPED=scoring.softcap is not None, SHOWS=logits is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
@@ -201,11 +208,12 @@ def _attend_split(
     query, query_row, query_head, query_group,
     keys, key_row, key_head, key_token, key_scale, key_scale_row, key_scale_head, key_scale_token,
     values, value_row, value_head, value_token, value_scale, value_scale_row, value_scale_head, value_scale_token,
-    visible, visible_row, visible_column, output, lse,
+    visible, visible_row, visible_column, output, lse, shown,
     kv_heads, groups, tokens, split, before, after,
     KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUES: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, EXACT_QUERY: tl.constexpr, HIDES: tl.constexpr, CAPPED: tl.constexpr,
+    SHOWS: tl.constexpr,
 ):  # fmt: skip
     """Attention of up to `GROUPS` query heads of one kv head over the tokens of one split.
 
@@ -266,6 +274,10 @@ def _attend_split(
         if CAPPED:
             logits = after * _tanh(logits)
         logits = tl.where(seen[None, :], logits, float("-inf"))
+        if SHOWS:
+            shown_at = shown + (place * groups + group)[:, None] * tokens + token[None, :]
+            natural = tl.maximum(logits * 0.6931471805599453, -1e30)
+            tl.store(shown_at, natural, mask=(first_row & (group < groups))[:, None] & held[None, :])
 
         top = tl.maximum(largest, tl.max(logits, axis=1))
         reference = tl.where(top == float("-inf"), 0.0, top)  # rows that see nothing: -inf - -inf would be NaN
