@@ -14,7 +14,10 @@ from typing import Any, Literal
 __all__ = [
     "PRESETS",
     "AffineConfig",
+    "Clusters",
     "CodecConfig",
+    "FarField",
+    "HeavyHitters",
     "IdentityConfig",
     "LayerQuant",
     "QuantConfig",
@@ -157,6 +160,56 @@ class QuantConfig:
             layers=tuple(layers.items()),
             name=data.get("name", "custom"),
         )
+
+
+@dataclass(frozen=True)
+class HeavyHitters:
+    """Tokens that left the window and stay individually, as codes: for every kv head those of the largest attention mass.
+
+    Source: H2O, arXiv:2306.14048. Departs from it: mass decays, so that what mattered long ago makes room.
+
+    Attributes:
+        tokens: How many stay, for each kv head.
+        decay: Factor of the mass for every block of tokens that passes; measured best at .9 for blocks of 32.
+    """
+
+    tokens: int
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 1:
+            raise ValueError(
+                f"tokens must be a whole number of at least 1, got {self.tokens!r}; leave HeavyHitters out to keep none"
+            )
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be above 0 and at most 1, got {self.decay!r}; 0.9 measured best")
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Tokens that left the window, merged into clusters of one mean key and one mean value.
+
+    A cluster is a summary: it lowers the loss a little and never brings a passage or a passkey back.
+
+    Attributes:
+        count: Clusters of each kv head.
+        closure: How a cluster answers. `"bounded"`: what measured best, means before RoPE and a bounded term for the spread. `"mgf"`: the seed's formulas,
+            for parity and research; its term for the spread is not bounded and it loses badly on real models.
+    """
+
+    count: int
+    closure: Literal["bounded", "mgf"] = "bounded"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 2:
+            raise ValueError(
+                f"count must be a whole number of at least 2, got {self.count!r}; leave Clusters out to have none"
+            )
+        _one_of("closure", self.closure, ("bounded", "mgf"))
+
+
+FarField = HeavyHitters | Clusters | tuple[HeavyHitters, Clusters]
+"""What becomes of tokens that leave the window; with both, clusters take what heavy hitters leave."""
 
 
 def _preset(name: str, codec: CodecConfig) -> QuantConfig:

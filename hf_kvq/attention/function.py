@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_kvq.attention.mask import CompactMask
 from hf_kvq.kernels import Operand, Visibility
-from hf_kvq.states import ATTENTION, CodedStates, StoreView
+from hf_kvq.states import ATTENTION, CodedStates, HookError, StoreView
 from hf_kvq.states.view import Segment, copy_states
 
 __all__ = ["attention_over_codes"]
@@ -43,11 +43,12 @@ def attention_over_codes(
         The output, without gradient where codes were read, and None for the weights.
 
     Raises:
+        HookError: If a chunk hook raises.
         ValueError: If attention weights, dropout, a position bias or a gradient in training are asked for over codes.
     """
     try:
         output = _attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-    except ValueError:
+    except (ValueError, HookError):
         if isinstance(key, CodedStates):
             key.undo()
         raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvq.caches.quantized import CODED_LAYER_TYPES, layer_types_and_kwargs
+from hf_kvq.caches.coded import CODED_LAYER_TYPES, layer_types_and_kwargs
 from hf_kvq.codecs import make_codec
 from hf_kvq.config import QuantConfig, resolve_scheme
 from hf_kvq.states import round_up

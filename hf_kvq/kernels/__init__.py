@@ -8,7 +8,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hf_kvq.kernels.base import (
+    HIDDEN,
     Kernel,
+    Logits,
     Operand,
     Partial,
     Query,
@@ -18,13 +20,16 @@ from hf_kvq.kernels.base import (
     zero_logit,
 )
 from hf_kvq.kernels.exact import attend_exact
+from hf_kvq.kernels.few import attend_few
 from hf_kvq.kernels.tiled import TiledKernel
 from hf_kvq.kernels.visibility import Visibility
 from hf_kvq.packing import Layout
 
 __all__ = [
     "FEW",
+    "HIDDEN",
     "Kernel",
+    "Logits",
     "Operand",
     "Partial",
     "Query",
@@ -32,6 +37,7 @@ __all__ = [
     "TiledKernel",
     "Visibility",
     "attend_exact",
+    "attend_few",
     "compute_dtype",
     "encoder_for",
     "kernels_for",

@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvq.config import LayerQuant
-from hf_kvq.layers.checks import check_finite, check_states, finite_witness
+from hf_kvq.layers.checks import check_states
+from hf_kvq.layers.coded import CodedLayer
 from hf_kvq.layers.live import LiveConfig
 from hf_kvq.layers.padding import RowPadding
 from hf_kvq.states import CodedStates, StateShape, StoreMark, StoreView, TokenStore
@@ -25,7 +25,7 @@ from hf_kvq.states import CodedStates, StateShape, StoreMark, StoreView, TokenSt
 __all__ = ["QuantizedLayer"]
 
 
-class QuantizedLayer(CacheLayerMixin):
+class QuantizedLayer(CodedLayer):
     """Keys and values of one layer as codes.
 
     Args:
@@ -38,9 +38,6 @@ class QuantizedLayer(CacheLayerMixin):
         model: The model's config, which says how it attends; None for a model that reads tensors.
     """
 
-    is_compileable = False
-    supports_early_init = True
-
     def __init__(
         self,
         quant: LayerQuant,
@@ -52,19 +49,14 @@ class QuantizedLayer(CacheLayerMixin):
         prefill: Literal["exact", "coded"] = "exact",
         model: LiveConfig | None = None,
     ) -> None:
-        super().__init__()
-        self.quant = quant
-        self.index = index
+        super().__init__(quant, index=index, sinks=sinks, residual=residual, prefill=prefill, model=model)
         self.window = window
-        self.sinks = sinks
-        self.residual = residual
-        self.prefill: Literal["exact", "coded"] = prefill
-        self.model = model
-        self.record_past = False
-        self.padding: RowPadding | None = None
         self.store: TokenStore | None = None
         self._mark: StoreMark | None = None
-        self._witness: Tensor | None = None
+
+    @property
+    def held(self) -> TokenStore | None:
+        return self.store
 
     @property
     def is_sliding(self) -> bool:
@@ -74,11 +66,6 @@ class QuantizedLayer(CacheLayerMixin):
     def is_croppable(self) -> bool:
         """Whether a crop gives back what was there before: a sliding layer must record the past once it has dropped tokens."""
         return self.window is None or self.record_past or self.seen < self.window
-
-    @property
-    def seen(self) -> int:
-        """Columns that ever came, less those that were cropped."""
-        return self.store.seen if self.store else 0
 
     @property
     def tokens_coded(self) -> int:
@@ -102,19 +89,6 @@ class QuantizedLayer(CacheLayerMixin):
             return 0
         shape = self.store.shape
         return self.tokens_held * shape.batch * shape.kv_heads * (shape.key_dim + shape.value_dim)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all storages, room for later tokens included."""
-        return self.store.nbytes if self.store else 0
-
-    @property
-    def nbytes_used(self) -> int:
-        """Bytes of the tokens that are kept, scales included."""
-        return self.store.nbytes_used if self.store else 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.start(StateShape.of(key_states, value_states), key_states.device)
 
     def start(self, shape: StateShape, device: torch.device) -> None:
         """Make an empty store for states of this shape."""
@@ -155,7 +129,7 @@ class QuantizedLayer(CacheLayerMixin):
         check_states(key_states, value_states, self.index, self.store.shape if self.store else None)
         padding_matters = self.store is None and self.padding is None
         view = self._take(key_states, value_states)
-        if self.model is None or not self.model.attends_codes:
+        if not self.attends_codes:
             return view.dense()
         padding_matters = padding_matters and self.store is not None and self.store.depends_on_padding
         learn = partial(self._take_anew, key_states, value_states) if padding_matters else None
@@ -176,15 +150,8 @@ class QuantizedLayer(CacheLayerMixin):
         visible = self._visible_from(self.seen)
         return self.seen - visible + query_length, visible
 
-    def get_seq_length(self) -> int:
-        return self.seen
-
     def get_max_length(self) -> int:
         return -1 if self.window is None else self.window
-
-    def activate_past_recording(self) -> None:
-        """Keep what a coming `crop` may need until it comes."""
-        self.record_past = True
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` tokens; what was coded stays coded, bit for bit.
@@ -195,73 +162,18 @@ class QuantizedLayer(CacheLayerMixin):
             ValueError: If the number is positive, or more than are held.
             RuntimeError: If a sliding layer has dropped tokens that the shorter window needs.
         """
-        tokens_to_remove = int(tokens_to_remove)  # early 5.x passes a tensor of one number
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes the negative number of tokens to remove, got {tokens_to_remove}; "
-                "for a length L call crop(L - cache.get_seq_length())"
-            )
-        length = self.seen + tokens_to_remove
-        if length < 0:
-            raise ValueError(
-                f"layer {self.index} holds {self.seen} tokens and can not remove {-tokens_to_remove}; call reset() to empty it"
-            )
+        length = self._checked_length(tokens_to_remove)
         if self.store is None:
             return
         if self._visible_from(length) < self._oldest:
             raise RuntimeError(
                 f"layer {self.index} keeps {self.tokens_held} tokens of its window of {self.window} and can not go back by "
-                f"{-tokens_to_remove}; call activate_past_recording() before the forward that is to be undone"
+                f"{self.seen - length}; call activate_past_recording() before the forward that is to be undone"
             )
         self._mark = None
         self.store.crop(length)
         if self.window is not None:
             self.store.drop_before(self._visible_from(length))
-
-    def reset(self) -> None:
-        """Forget everything, the batch size and the padding too."""
-        self.padding = None
-        self._forget()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        if self.store is not None:
-            self._select_rows(torch.arange(self.store.shape.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows that `indices` names, by number or by a mask."""
-        if self.store is not None:
-            self._select_rows(torch.arange(self.store.shape.batch)[torch.as_tensor(indices, device="cpu")])
-
-    def offload(self) -> None:
-        """Move codes, scales and exact tokens to the CPU."""
-        if self.store is not None:
-            self.store.map(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move them back to where the states came from."""
-        if self.store is not None:
-            self.store.map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-    def set_padding(self, padding: RowPadding) -> None:
-        """Say which columns are padding, before the first update.
-
-        Raises:
-            RuntimeError: If the layer holds tokens already.
-        """
-        if self.seen:
-            raise RuntimeError(
-                f"layer {self.index} holds {self.seen} tokens already; call set_padding before the first forward, or reset() first"
-            )
-        self.padding = padding
-
-    def raise_if_not_finite(self) -> None:
-        """Raise for states that were not finite and came on a device that is not waited for at every step."""
-        if self._witness is not None:
-            check_finite(self._witness, self.index)
 
     @property
     def _window(self) -> int:
@@ -281,21 +193,9 @@ class QuantizedLayer(CacheLayerMixin):
         self.store = self._mark = self._witness = None
         self.is_initialized = False
 
-    def _check_finite(self, keys: Tensor, values: Tensor) -> None:
-        witness = finite_witness(keys, values)
-        if keys.device.type == "cpu":
-            check_finite(witness, self.index, keys, values)
-        else:
-            # Reading it would wait for the device at every step; it is read when bytes are counted.
-            self._witness = witness * 0 if self._witness is None else self._witness + witness * 0
-
     def _take(self, key_states: Tensor, value_states: Tensor) -> StoreView:
         """Store new tokens; returns what attention reads in this forward."""
-        keys, values = key_states.detach(), value_states.detach()
-        if self.padding is not None:
-            self.padding = self.padding.for_batch(keys.shape[0])
-            keys, values = (self.padding.zeroed(x, self.seen) for x in (keys, values))
-        self._check_finite(keys, values)
+        keys, values = self._prepared(key_states, value_states)
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
@@ -330,10 +230,5 @@ class QuantizedLayer(CacheLayerMixin):
             ) from error
         return self._take(key_states, value_states)
 
-    def _select_rows(self, rows: Tensor) -> None:
-        if self.store is None:
-            return
+    def _drop_mark(self) -> None:
         self._mark = None
-        self.store.select_rows(rows)
-        if self.padding is not None:
-            self.padding = self.padding.select_rows(rows)

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from hf_kvq.states.bounded import Asked, BoundedSnapshot, BoundedStore, Bounds, HookError
 from hf_kvq.states.buffer import round_up
 from hf_kvq.states.handle import ATTENTION, CodedStates
 from hf_kvq.states.store import ROLLBACK, StateShape, StoreMark, TokenStore
 from hf_kvq.states.view import StoreView
 
-__all__ = ["ATTENTION", "ROLLBACK", "CodedStates", "StateShape", "StoreMark", "StoreView", "TokenStore", "round_up"]
+__all__ = [
+    "ATTENTION",
+    "ROLLBACK",
+    "Asked",
+    "BoundedSnapshot",
+    "BoundedStore",
+    "Bounds",
+    "CodedStates",
+    "HookError",
+    "StateShape",
+    "StoreMark",
+    "StoreView",
+    "TokenStore",
+    "round_up",
+]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["GRANULE", "BufferMark", "TokenBuffer", "round_up"]
+__all__ = ["GRANULE", "BufferMark", "BufferSnapshot", "TokenBuffer", "round_up"]
 
 GRANULE = 64
 """Capacities are multiples of this many tokens."""
@@ -24,6 +24,15 @@ class BufferMark(NamedTuple):
 
     first: int
     end: int
+
+
+class BufferSnapshot(NamedTuple):
+    """A buffer at one time with its storage, to go back to."""
+
+    tensors: dict[str, Tensor]
+    first: int
+    end: int
+    base: int
 
 
 def round_up(tokens: int) -> int:
@@ -115,6 +124,14 @@ class TokenBuffer:
         if mark.first == mark.end:
             self.clear()
         self.first, self.end = mark
+
+    def snapshot(self) -> BufferSnapshot:
+        """The buffer as it is; good for as long as every `append` since has `in_place=False`. It holds on to the storage."""
+        return BufferSnapshot(dict(self.tensors), self.first, self.end, self._base)
+
+    def go_back_to(self, snapshot: BufferSnapshot) -> None:
+        """Be what the buffer was when the snapshot was taken."""
+        self.tensors, self.first, self.end, self._base = dict(snapshot.tensors), *snapshot[1:]
 
     def map(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by `move(tensor)`: another row order, another device."""

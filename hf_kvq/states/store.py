@@ -18,12 +18,12 @@ from torch import Tensor
 from hf_kvq.codecs import make_codec
 from hf_kvq.config import IdentityConfig, LayerQuant
 from hf_kvq.kernels import Operand
-from hf_kvq.states.buffer import BufferMark
+from hf_kvq.states.buffer import BufferMark, BufferSnapshot
 from hf_kvq.states.region import Region
 from hf_kvq.states.sinks import SinkStore
 from hf_kvq.states.view import Segment, StoreView, copy_states
 
-__all__ = ["ROLLBACK", "StateShape", "StoreMark", "TokenStore"]
+__all__ = ["ROLLBACK", "StateShape", "StoreMark", "StoreSnapshot", "TokenStore"]
 
 ROLLBACK = 128
 """Exact tokens that are kept behind the residual on request, so that a crop by as many brings back what was exact."""
@@ -55,6 +55,14 @@ class StoreMark(NamedTuple):
     seen: int
     coded: BufferMark
     residual: BufferMark
+
+
+class StoreSnapshot(NamedTuple):
+    """A store at one time with its storage, to go back to."""
+
+    seen: int
+    coded: BufferSnapshot
+    residual: BufferSnapshot
 
 
 class TokenStore:
@@ -146,18 +154,31 @@ class TokenStore:
 
     def view(self, first: int, current: tuple[Keys, Values] | None = None) -> StoreView:
         """Columns `first` and on as attention reads them, with `current`, as it is, behind them."""
-        coded_first = max(first, self.coded.first)
-        spans = (
-            (self.coded, coded_first, self.coded.end),
-            (self.residual, max(first, self.coded.end), self.residual.end),
-        )
-        segments = [region.segment(begin, end) for region, begin, end in spans if begin < end]
+        segments = self.segments(first, self.seen)
         end = self.seen
         if current is not None:
             segments.append(Segment(end, *(Operand("states", {"codes": x}, x.shape[3], copy_states) for x in current)))
             end += current[0].shape[2]
         sinks = self.sinks.states(self.seen) if self.sinks is not None else None
         return StoreView(tuple(segments), sinks, first, end, self.window, self.layer, self.shape.dtype)
+
+    def segments(self, first: int, end: int) -> list[Segment]:
+        """Columns `first` to `end` as they are stored, without those that are sinks in every row."""
+        spans = (
+            (self.coded, max(first, self.coded.first), min(self.coded.end, end)),
+            (self.residual, max(first, self.coded.end, self.residual.first), min(self.residual.end, end)),
+        )
+        return [region.segment(begin, stop) for region, begin, stop in spans if begin < stop]
+
+    def snapshot(self) -> StoreSnapshot:
+        """The store as it is; good for as long as every `append` since has `in_place=False`."""
+        return StoreSnapshot(self.seen, self.coded.buffer.snapshot(), self.residual.buffer.snapshot())
+
+    def go_back_to(self, snapshot: StoreSnapshot) -> None:
+        """Be what the store was when the snapshot was taken; sinks that came since are written again when they come again."""
+        self.seen = snapshot.seen
+        self.coded.buffer.go_back_to(snapshot.coded)
+        self.residual.buffer.go_back_to(snapshot.residual)
 
     def round_trip(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
         """States as attention would read them after they were stored: codes, with the newest exact. Nothing is stored."""

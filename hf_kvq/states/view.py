@@ -19,6 +19,7 @@ from hf_kvq.kernels import (
     Scoring,
     Visibility,
     attend_exact,
+    attend_few,
     kernels_for,
     merge,
     zero_logit,
@@ -73,13 +74,19 @@ class SinkStates:
     def attend(self, query: Tensor, visibility: Visibility, scoring: Scoring) -> Partial:
         """The part of the attention that the sinks take."""
         count = self.keys.shape[2]
+        last = max(self.first) + count - 1
+        if (
+            visibility.mask is None
+            and visibility.window is None
+            and last < self.end
+            and last <= visibility.first_query
+        ):
+            return attend_few(query, self.keys, self.values, None, scoring)
         columns = torch.tensor(self.first, device=query.device)[:, None] + torch.arange(count, device=query.device)
         seen = visibility.at(columns)
         held = (columns < self.end)[:, None, None]
         mask = seen & held if seen.dtype == torch.bool else seen.masked_fill(~held, -torch.inf)
-        keys, values = (Operand("states", {"codes": x}, x.shape[3], copy_states) for x in (self.keys, self.values))
-        only_these = Visibility(visibility.first_query, visibility.queries, mask=mask)
-        return kernels_for(query.device.type)[-1].attend(query, keys, values, 0, only_these, scoring)
+        return attend_few(query, self.keys, self.values, mask, scoring)
 
 
 @dataclass(frozen=True)
