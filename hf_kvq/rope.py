@@ -103,5 +103,4 @@ def position_dtype(device: torch.device) -> torch.dtype:
 @lru_cache(maxsize=64)
 def _frequencies(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
     """Kept, since a copy from the host at every decode step would make an accelerator wait."""
-    with torch.inference_mode(False):  # A tensor made in inference mode is of no use outside of it.
-        return torch.tensor(inv_freq, dtype=position_dtype(device), device=device)
+    return torch.tensor(inv_freq, dtype=position_dtype(device), device=device)

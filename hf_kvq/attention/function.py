@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_kvq.attention.mask import CompactMask
 from hf_kvq.kernels import Operand, Visibility
-from hf_kvq.states import ATTENTION, CodedStates, HookError, StoreView
+from hf_kvq.states import ATTENTION, CodedStates, HookError, StoreView, View
 from hf_kvq.states.view import Segment, copy_states
 
 __all__ = ["attention_over_codes"]
@@ -93,7 +93,7 @@ def _attend(
     return output.transpose(1, 2).contiguous()
 
 
-def _over_codes(query: Tensor, handle: CodedStates, mask: Tensor | CompactMask | None) -> tuple[StoreView, Visibility]:
+def _over_codes(query: Tensor, handle: CodedStates, mask: Tensor | CompactMask | None) -> tuple[View, Visibility]:
     view, queries = handle.view, query.shape[2]
     if isinstance(mask, CompactMask):
         if handle.on_padding is not None and (padding := mask.padding()) is not None:

@@ -380,7 +380,9 @@ def _open(query, keys, values, output, lse, logits, sizes):
         value_place,
         numba.carray(pointer(output), (batch, kv_heads, groups, value_dim), np.float32),
         numba.carray(pointer(lse), (batch, kv_heads, groups), np.float32),
-        numba.carray(pointer(logits if logits else lse), (batch, kv_heads, groups, tokens if logits else 0), np.float32),
+        numba.carray(
+            pointer(logits if logits else lse), (batch, kv_heads, groups, tokens if logits else 0), np.float32
+        ),
     )
 
 

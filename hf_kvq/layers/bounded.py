@@ -44,7 +44,7 @@ class BoundedView:
         self.layer = layer.index
         self.first = layer.seen
         self.end = layer.seen + keys.shape[2]
-        self.window = None
+        self.window: int | None = None
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values cannot be had as tensors here."""

@@ -89,6 +89,7 @@ class CodedLayer(CacheLayerMixin):
         self.model = model
         self.record_past = False
         self.padding: RowPadding | None = None
+        self.device = torch.device("cpu")
         self._witness: Tensor | None = None
 
     @property

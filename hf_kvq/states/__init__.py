@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_kvq.states.bounded import Asked, BoundedSnapshot, BoundedStore, Bounds, HookError
 from hf_kvq.states.buffer import round_up
-from hf_kvq.states.handle import ATTENTION, CodedStates
+from hf_kvq.states.handle import ATTENTION, CodedStates, View
 from hf_kvq.states.store import ROLLBACK, StateShape, StoreMark, TokenStore
 from hf_kvq.states.view import StoreView
 
@@ -21,5 +21,6 @@ __all__ = [
     "StoreMark",
     "StoreView",
     "TokenStore",
+    "View",
     "round_up",
 ]

@@ -89,11 +89,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Tentative:
-    """What weight queries gave that may be cropped again: to columns `first` and on, and to the kept tokens."""
+    """What weight queries gave that may be cropped again: to columns `first` and on, and to the kept tokens. A bank has not seen them yet."""
 
     column: int
+    query: Query
     first: int
-    window: Float[Tensor, "batch kv_heads queries tokens"]
+    window: Float[Tensor, "batch kv_heads queries tokens"] | None
     kept: Float[Tensor, "batch kv_heads queries slots"] | None
 
 
@@ -190,7 +191,7 @@ class BoundedStore:
             "sinks": by_row(sinks),
             "window": by_row(window),
             "kept": by_row(self.kept.filled if self.kept else [0] * len(numbers)),
-            "clusters": everywhere + (self.bank.counts.cpu() if self.bank else 0),
+            "clusters": everywhere + (self.bank.counts.cpu() if self.bank and self.bank.is_allocated else 0),
             "forgotten": self.forgotten.clone(),
         }
 
@@ -223,8 +224,8 @@ class BoundedStore:
         outputs = []
         for begin, end in self._pieces(start, tokens):
             # Assisted decoding takes back tokens of its last forward: what came before them is there to stay.
-            certain = not recording or begin == 0 or begin + ROLLBACK <= tokens
-            if certain:
+            tentative = recording and begin + ROLLBACK > tokens
+            if begin == 0 or not tentative:
                 self._step_to(start + begin)
             current = keys[:, :, begin:end], values[:, :, begin:end]
             if self.mass is not None:
@@ -242,9 +243,12 @@ class BoundedStore:
                     operands = (Operand("states", {"codes": x}, x.shape[3], copy_states) for x in fresh)
                     segments.append(Segment(start + since, *operands))
                 piece = replace(asked, query=asked.query[:, :, :, begin:end], column=start + begin)
-                outputs.append(self._attend(piece, segments, first, tentative=recording and not certain))
+                outputs.append(self._attend(piece, segments, first, tentative=tentative))
             if exact:
                 self.tokens.append(*current, in_place=False)
+        if not recording:
+            # Where the store stands then depends on how many tokens came, and not on how.
+            self._step_to(start + tokens - 1)
         if asked is None:
             return None
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
@@ -288,12 +292,13 @@ class BoundedStore:
     def settle(self, length: int) -> None:
         """Count what the queries before column `length` saw, and forget the others."""
         for tentative in self._tentative:
-            queries = max(length - tentative.column, 0)
-            self._add_mass(
-                tentative.first,
-                tentative.window[:, :, :queries].sum(2),
-                None if tentative.kept is None else tentative.kept[:, :, :queries].sum(2),
-            )
+            queries = min(max(length - tentative.column, 0), tentative.query.shape[3])
+            if queries and self.bank is not None:
+                real = self._real_queries(tentative.column, queries)
+                self.bank.observe(tentative.query[:, :, :, :queries], real)
+            if queries and tentative.window is not None:
+                kept = None if tentative.kept is None else tentative.kept[:, :, :queries].sum(2)
+                self._add_mass(tentative.first, tentative.window[:, :, :queries].sum(2), kept)
         self._tentative = []
 
     def snapshot(self) -> BoundedSnapshot:
@@ -497,17 +502,18 @@ class BoundedStore:
         if asked.sink_logits is not None:
             parts.append(zero_logit(parts[0], asked.sink_logits))
         whole = merge(parts)
+        window = kept = None
+        begin = segments[0].first if segments else column + queries
         if self.mass is not None:
             # With the softmax's denominator over all parts, the logits that attention left behind are weights.
             real = self._real_queries(column, queries)
             lse = whole.lse.masked_fill(whole.lse == -torch.inf, 0.0)[..., None]
             window = _weights(window_logits, lse, real)
             kept = None if kept_logits is None else _weights([kept_logits], lse, real)
-            begin = segments[0].first if segments else column + queries
-            if tentative:
-                self._tentative.append(_Tentative(column, begin, window, kept))
-            else:
-                self._add_mass(begin, window.sum(2), None if kept is None else kept.sum(2))
+        if tentative:
+            self._tentative.append(_Tentative(column, query, begin, window, kept))
+        elif window is not None:
+            self._add_mass(begin, window.sum(2), None if kept is None else kept.sum(2))
         return whole.output
 
     def _attend_kept(self, query: Query, scoring: Scoring, oldest: Tensor | None, logits: Tensor) -> Partial:
@@ -556,7 +562,7 @@ class BoundedStore:
             since = [row + self.schedule.gone(step) for row, step in zip(self.first, self.steps, strict=True)]
         else:
             since = [row + self.bounds.sinks for row in self.first]
-        if max(since) <= first:
+        if max(since) <= first or end <= first:
             return None
         columns = torch.arange(first, min(max(since), end), device=self.tokens.device)
         return columns >= torch.tensor(since, device=columns.device)[:, None]

@@ -7,17 +7,58 @@ attention, uses it as a tensor all the same, it raises and names the way out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hf_kvq.states.view import StoreView
+from hf_kvq.kernels import Visibility
 
-__all__ = ["ATTENTION", "CodedStates"]
+__all__ = ["ATTENTION", "CodedStates", "View"]
 
 ATTENTION = "hf_kvq"
 """Name of the attention over codes, for `model.set_attn_implementation`."""
+
+
+@runtime_checkable
+class View(Protocol):
+    """What one forward reads of a layer: columns `first` to `end`, of which a query sees `window` at most (None for all)."""
+
+    @property
+    def first(self) -> int:
+        """The oldest column."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The column after the newest."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """Columns that a query sees, itself included; None for all."""
+        ...
+
+    @property
+    def layer(self) -> int:
+        """Index of the layer, for errors."""
+        ...
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as tensors."""
+        ...
+
+    def attend(
+        self,
+        query: Float[Tensor, "batch heads queries key_dim"],
+        visibility: Visibility,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sink_logits: Float[Tensor, " heads"] | None = None,
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Attention of the queries over all columns."""
+        ...
 
 
 class CodedStates:
@@ -34,8 +75,8 @@ class CodedStates:
 
     def __init__(
         self,
-        view: StoreView,
-        on_padding: Callable[[Bool[Tensor, "batch columns"]], StoreView] | None = None,
+        view: View,
+        on_padding: Callable[[Bool[Tensor, "batch columns"]], View] | None = None,
         undo: Callable[[], object] = lambda: None,
     ) -> None:
         self.view = view
