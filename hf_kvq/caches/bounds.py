@@ -91,6 +91,8 @@ class BoundsRule:
         window = min(max(quarter, 32), 256, left // token - waiting)
         left -= token * (window + waiting)
         if clusters is not None:
+            # What its bank knows of the queries: a float32 sum, and the mean that it last used.
+            left -= 2 * 4 * shape.key_dim
             share = int(left * SHARE_OF_CLUSTERS) if heavy else left
             count = share // cluster_bytes(clusters, shape.key_dim, shape.value_dim)
             clusters = Clusters(count, clusters.closure) if count >= 2 else None
