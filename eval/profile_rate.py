@@ -95,6 +95,18 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def newest_table(path: Path) -> str:
+    """The last record of a results file as markdown.
+
+    Raises:
+        ValueError: If there is no such file.
+    """
+    if not path.is_file():
+        raise ValueError(f"no results file {path.name}; run: python -m eval.profile_rate")
+    record = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    return table(record) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:

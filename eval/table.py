@@ -1,7 +1,7 @@
 """`python -m eval.table [--check]`: write the README's tables from the newest complete runs in `eval/results`.
 
-A table stands between `<!-- results:SUITE -->` and `<!-- /results -->`; the one of `speed` comes from the newest record of each kind of
-`eval.speed`. `--check` writes nothing, and exits with 1 and a diff where
+A table stands between `<!-- results:SUITE -->` and `<!-- /results -->`; those of `speed`, `bounded` and `profile_rate` come from the newest
+records of `eval.speed`, `eval.bounded` and `eval.profile_rate`. `--check` writes nothing, and exits with 1 and a diff where
 the README is not what the results say.
 """
 
@@ -11,9 +11,12 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
+from eval import profile_rate
+from eval.bounded.tables import bounded_tables
 from eval.speed.records import newest
 from eval.speed.tables import compact_table
 from hf_kvq.evaluation import Receipt, heading, table
@@ -61,7 +64,7 @@ def render(readme: str, results: Path) -> str:
 
     def block(match: re.Match[str]) -> str:
         path = results / f"{match['suite']}.jsonl"
-        content = _speed(path) if match["suite"] == SPEED else _suite(path)
+        content = _TABLES.get(match["suite"], _suite)(path)
         return f"{match[1]}\n{content}\n{match[3]}"
 
     return _BLOCK.sub(block, readme)
@@ -75,6 +78,11 @@ def _suite(path: Path) -> str:
 
 def _speed(path: Path) -> str:
     return "\n\n".join(compact_table(record) for record in newest(path).values()) + "\n"
+
+
+_TABLES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
+    {SPEED: _speed, "bounded": bounded_tables, "profile_rate": profile_rate.newest_table}
+)
 
 
 def newest_run(path: Path) -> list[Receipt]:

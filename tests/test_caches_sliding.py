@@ -213,6 +213,24 @@ def test_a_budget_is_kept_and_nearly_used_up(far_field, budget):
     assert held - sum(t.nbytes for t in statistics) / 2 <= budget
 
 
+def test_kept_positions_are_those_of_each_row(model):
+    mask = torch.ones(2, 110, dtype=torch.long)
+    mask[1, :37] = 0
+    cache = make(model, "int8", far_field=HeavyHitters(40))
+    assert cache.kept_positions() == {}
+    cache.set_padding(mask)
+    feed(model, tokens(2, 110), cache, 40, mask=mask)
+    for layer, rows in cache.kept_positions().items():
+        # 110 - 28 = 82 tokens left in ten blocks, and of the shorter row 73 - 28 = 45 in five: more than there are slots, and fewer.
+        assert [row.shape for row in rows] == [(2, 40), (2, 40)]
+        for row, left in zip(rows, (80, 40), strict=True):
+            assert (row.diff(dim=1) > 0).all()
+            assert row.min() >= SINKS
+            assert row.max() < SINKS + left
+        assert torch.equal(cache.accounting()[layer]["kept"], torch.full((2, 2), 40))
+        assert rows[1].tolist() == [list(range(4, 44))] * 2
+
+
 # Batches
 
 

@@ -350,3 +350,13 @@ def test_what_came_before_a_stop_can_be_read(tmp_path):
 def test_settings_that_mean_nothing_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         OutlierSnapshots(**settings)
+
+
+def test_rank_bits_and_threshold_reach_the_tails():
+    plain, small = OutlierSnapshots(), OutlierSnapshots(tail_gof_threshold=1.0, tail_rank_bits=3)
+    for hook in (plain, small):
+        hook(block(tokens=40))
+    tails = [hook.encodings[0][0].heads[0].clusters[0].tail_k for hook in (plain, small)]
+    assert tails[1].rank_bits == 3
+    assert not tails[1].is_dense
+    assert tails[1].nbytes < tails[0].nbytes / 2

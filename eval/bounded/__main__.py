@@ -142,7 +142,9 @@ def _add_policies(command: argparse.ArgumentParser, budgets: Sequence[int], kind
     """The options that `_chosen` reads."""
     command.add_argument("--budgets", type=int, nargs="+", default=list(budgets))
     command.add_argument("--kinds", nargs="+", choices=KINDS, default=list(kinds))
-    command.add_argument("--full", action=argparse.BooleanOptionalAction, default=True, help="measure full attention too")
+    command.add_argument(
+        "--full", action=argparse.BooleanOptionalAction, default=True, help="measure full attention too"
+    )
     command.add_argument("--near", type=int, help="window of the policies with a far field; the measured rule")
 
 

@@ -97,7 +97,9 @@ def policies(budget: int, head_dim: int, *, window: int | None = None) -> dict[s
     make: Callable[..., Policy] = partial(Policy, budget=budget)
     return {
         "sinks + window": make(kind="sinks + window", window=budget - SINKS),
-        "clusters": make(kind="clusters", window=window, clusters=(whole - (window + BLOCK - 1) * token - statistics) // cluster),
+        "clusters": make(
+            kind="clusters", window=window, clusters=(whole - (window + BLOCK - 1) * token - statistics) // cluster
+        ),
         "heavy hitters": make(kind="heavy hitters", window=window, kept=with_mass // (weighed + POSITION_BYTES)),
         "both": make(
             kind="both",

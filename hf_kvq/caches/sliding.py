@@ -122,6 +122,15 @@ class QuantizedSlidingWindowCache(CodedCache):
         """
         return {layer.index: layer.held.accounting() for layer in self.bounded_layers if layer.held is not None}
 
+    def kept_positions(self) -> dict[int, list[Int64[Tensor, "kv_heads kept"]]]:
+        """Positions of the heavy hitters, by layer and row: the row's own token numbers, ascending; a row's heads have as many each."""
+        found = {}
+        for layer in self.bounded_layers:
+            kept = layer.held.kept if layer.held is not None else None
+            if kept is not None and kept.positions is not None:
+                found[layer.index] = [kept.positions[row, :, :count].long() for row, count in enumerate(kept.filled)]
+        return found
+
     @property
     def _settings(self) -> str:
         size = f"window {self.window}" if self.window is not None else f"{self.budget_bytes_per_head:,} bytes a head"

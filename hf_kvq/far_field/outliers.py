@@ -10,8 +10,9 @@ whole chunk but its outliers, as the seed has it, and tokens are stored once for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,8 @@ def quantize_cluster_outliers(
     mode: Mode = "int8",
     tail_family: Any = None,
     tail_top_k: int = 0,
+    tail_gof_threshold: float = 0.05,
+    tail_rank_bits: int | None = None,
 ) -> dict[int, QuantizedClusterOutliers]:
     """Quantize one chunk as its receipt splits it.
 
@@ -72,6 +75,8 @@ def quantize_cluster_outliers(
         mode: Of the outliers, as in `quantize_kv_cache`.
         tail_family: As in `fit_sorted_profile`; None is the normal distribution.
         tail_top_k: Elements of a tail that are kept exactly. 0, since outliers are out of it already.
+        tail_gof_threshold: Kolmogorov-Smirnov distance above which a tail is kept as it is; 1.0 never does.
+        tail_rank_bits: Bits of a rank; None keeps ranks exactly, as the seed does.
 
     Raises:
         ValueError: If indices are out of range or repeated, shapes disagree, or, where members are named, a token of the chunk is in no
@@ -95,7 +100,14 @@ def quantize_cluster_outliers(
             _quantize_outliers(entry[name], flat, len(outliers), f"cluster {cluster}: {name}", mode)
             for name, flat in (("k", flat_k), ("v", flat_v))
         )
-        tail_k, tail_v = (_fit_tail(flat, tail, tail_family, tail_top_k) for flat in (flat_k, flat_v))
+        fit = partial(
+            fit_sorted_profile,
+            top_k=tail_top_k,
+            tail_family=tail_family,
+            gof_threshold=tail_gof_threshold,
+            rank_bits=tail_rank_bits,
+        )
+        tail_k, tail_v = (_fit_tail(flat, tail, fit) for flat in (flat_k, flat_v))
         found[cluster] = QuantizedClusterOutliers(
             cluster_id=cluster,
             outlier_k=outlier_k,
@@ -146,11 +158,13 @@ def _quantize_outliers(states: Any, flat: Tensor, count: int, what: str, mode: M
     return quantize_kv_cache(states, mode=mode) if count else None
 
 
-def _fit_tail(flat: Tensor, tail: np.ndarray, family: Any, top_k: int) -> SortedProfileEncoding | None:
+def _fit_tail(
+    flat: Tensor, tail: np.ndarray, fit: Callable[[Tensor], SortedProfileEncoding]
+) -> SortedProfileEncoding | None:
     if not len(tail):
         return None
     states = flat.detach()[torch.from_numpy(tail).to(flat.device)].float()
-    return fit_sorted_profile(states, top_k=top_k, tail_family=family)
+    return fit(states)
 
 
 def _check_conservation(found: Mapping[int, QuantizedClusterOutliers], tokens: int) -> None:

@@ -39,6 +39,8 @@ class OutlierSnapshots:
         mode: Of the outliers, as in `quantize_kv_cache`.
         tail_family: Of the tails, as in `fit_sorted_profile`.
         tail_top_k: Likewise, its `top_k`.
+        tail_gof_threshold: Likewise; with the seed's 0.05 most tails of real keys are kept as they are, in float32.
+        tail_rank_bits: Likewise, its `rank_bits`; with a few bits, and a threshold of 1.0, a snapshot is smaller than int8 codes would be.
         capacity: Chunks of all layers held in memory, `CAPACITY` unless given; the oldest are dropped, and `dropped` counts them.
         folder: Where to write them instead: a folder that is empty, or is not there yet. Nothing is then held in memory.
     """
@@ -50,6 +52,8 @@ class OutlierSnapshots:
         mode: Mode = "int8",
         tail_family: Any = None,
         tail_top_k: int = 0,
+        tail_gof_threshold: float = 0.05,
+        tail_rank_bits: int | None = None,
         capacity: int | None = None,
         folder: str | Path | None = None,
     ) -> None:
@@ -65,6 +69,8 @@ class OutlierSnapshots:
         self.mode: Mode = mode
         self.tail_family = tail_family
         self.tail_top_k = tail_top_k
+        self.tail_gof_threshold = tail_gof_threshold
+        self.tail_rank_bits = tail_rank_bits
         self.folder = None if folder is None else Path(folder)
         self.chunks = 0
         """Chunks encoded, those dropped included."""
@@ -129,6 +135,8 @@ class OutlierSnapshots:
                 mode=self.mode,
                 tail_family=self.tail_family,
                 tail_top_k=self.tail_top_k,
+                tail_gof_threshold=self.tail_gof_threshold,
+                tail_rank_bits=self.tail_rank_bits,
             ),
         )
 
