@@ -35,6 +35,7 @@ format: $(VENV)/.installed
 
 notebook: $(VENV)/.installed
 	$(BIN)/python tests/test_quickstart.py "$$(mktemp -d)"
+	$(BIN)/python tests/test_bounded_streaming.py "$$(mktemp -d)"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -126,7 +126,7 @@ class QuantizedSlidingWindowCache(CodedCache):
         """Positions of the heavy hitters, by layer and row: the row's own token numbers, ascending; a row's heads have as many each."""
         found = {}
         for layer in self.bounded_layers:
-            kept = layer.held.kept if layer.held is not None else None
+            kept = layer.held.far.kept if layer.held is not None else None
             if kept is not None and kept.positions is not None:
                 found[layer.index] = [kept.positions[row, :, :count].long() for row, count in enumerate(kept.filled)]
         return found

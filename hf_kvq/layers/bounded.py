@@ -140,7 +140,7 @@ class BoundedLayer(CodedLayer):
     def tokens_coded(self) -> int:
         if self.held is None:
             return 0
-        return len(self.held.tokens.coded) + (self.held.kept.most if self.held.kept else 0)
+        return len(self.held.tokens.coded) + (self.held.far.kept.most if self.held.far.kept else 0)
 
     @property
     def tokens_encoded(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hf_kvq.states.bounded import Asked, BoundedSnapshot, BoundedStore, Bounds, HookError
+from hf_kvq.states.bounded import BoundedSnapshot, BoundedStore
+from hf_kvq.states.bounds import Asked, Bounds, HookError
 from hf_kvq.states.buffer import round_up
 from hf_kvq.states.handle import ATTENTION, CodedStates, View
 from hf_kvq.states.store import ROLLBACK, StateShape, StoreMark, TokenStore

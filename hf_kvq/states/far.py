@@ -1,0 +1,202 @@
+"""What a layer still knows of the tokens that left its window: heavy hitters, clusters, and how many are forgotten."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from hf_kvq.far_field import Bank, EvictedBlock, KeptTokens, make_bank
+from hf_kvq.kernels import Operand, Partial, Query, Scoring, Visibility, compute_dtype, kernels_for
+from hf_kvq.states.bounds import Bounds
+from hf_kvq.states.store import StateShape
+from hf_kvq.states.view import Segment, copy_states
+
+__all__ = ["FarStore"]
+
+
+class FarStore:
+    """Takes blocks in and answers queries. Every change makes new tensors, so `snapshot` is cheap.
+
+    Args:
+        bounds: What is kept.
+        shape: Shape and dtype of the states.
+        layer: Index of the layer, for hooks and errors.
+    """
+
+    def __init__(self, bounds: Bounds, shape: StateShape, layer: int) -> None:
+        self.bounds = bounds
+        self.dtype = shape.dtype
+        self.layer = layer
+        self.forgotten = torch.zeros(shape.batch, shape.kv_heads, dtype=torch.int64)
+        self.kept: KeptTokens | None = None
+        if bounds.heavy_hitters is not None:
+            self.kept = KeptTokens(bounds.heavy_hitters.tokens, batch=shape.batch, kv_heads=shape.kv_heads)
+        self.bank: Bank | None = None
+        if bounds.clusters is not None:
+            self.bank = make_bank(bounds.clusters, batch=shape.batch, rope=bounds.rope)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, free ones included."""
+        return sum(part.nbytes for part in self._parts())
+
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes of the slots in use."""
+        return sum(part.nbytes_used for part in self._parts())
+
+    @property
+    def clustered(self) -> Int64[Tensor, "batch kv_heads"]:
+        """Tokens that were merged."""
+        counts = self.bank.counts.cpu() if self.bank is not None and self.bank.is_allocated else 0
+        return torch.zeros_like(self.forgotten) + counts
+
+    def snapshot(self) -> FarStore:
+        """This, as it is now."""
+        twin = copy.copy(self)
+        twin.kept = self.kept.snapshot() if self.kept is not None else None
+        twin.bank = copy.copy(self.bank)
+        return twin
+
+    def forget(self, rows: list[int], tokens: int) -> None:
+        """Count tokens that are gone for good."""
+        self.forgotten = self.forgotten.clone()
+        self.forgotten[rows] += tokens
+
+    def take_in(
+        self, rows: list[int], segment: Segment, position: int, mass: Float[Tensor, "rows kv_heads tokens"] | None
+    ) -> EvictedBlock:
+        """Let a block leave the window; returns it as hooks see it.
+
+        Args:
+            rows: Rows that it leaves in.
+            segment: The block, of all rows.
+            position: The rows' own number of its first token.
+            mass: Of the tokens in these rows; None where nobody counts it.
+        """
+        index = torch.tensor(rows, device=segment.keys.parts["codes"].device)
+        keys, values = (
+            replace(x, parts={name: _rows(part, index) for name, part in x.parts.items()})
+            for x in (segment.keys, segment.values)
+        )
+        positions = torch.arange(position, position + keys.tokens, device=index.device).expand(len(rows), -1)
+        places = positions[:, None].expand(-1, self.forgotten.shape[1], -1)
+        receipt: Mapping[str, Any] | None = None
+        if self.kept is None:
+            receipt = self._let_go(index, keys, values, places)
+        else:
+            assert mass is not None
+            displaced = self.kept.absorb(rows, _joined(keys.parts, values.parts), positions, mass)
+            if displaced is not None:
+                key_codes, value_codes = _parted(displaced.codes)
+                lighter = replace(keys, parts=key_codes), replace(values, parts=value_codes)
+                receipt = self._let_go(index, *lighter, displaced.positions)
+        return EvictedBlock(
+            self.layer, index, _decoded(keys, self.dtype), _decoded(values, self.dtype), positions.cpu(), mass, receipt
+        )
+
+    def attend(
+        self, query: Query, scoring: Scoring, oldest: Tensor | None, codecs: tuple[Operand, Operand] | None
+    ) -> tuple[list[Partial], Tensor | None]:
+        """The far field's parts of the attention, and the logits of the kept tokens.
+
+        Args:
+            query: Queries, unscaled.
+            scoring: Scaling and softcap.
+            oldest: For each row the position that no key may stand before.
+            codecs: Keys and values of the window, for how the kept ones are coded; None where it has none.
+
+        Raises:
+            ValueError: If there are clusters and a softcap.
+        """
+        parts, logits = [], None
+        if self.kept is not None and self.kept.most:
+            assert codecs is not None
+            logits = query.new_empty(*query.shape[:4], self.kept.most, dtype=compute_dtype(query.dtype))
+            parts.append(self._attend_kept(query, scoring, oldest, codecs, logits))
+        if self.bank is not None and scoring.softcap is not None:
+            raise ValueError(
+                f"layer {self.layer}: clusters have no softcap of logits, and this model gives {scoring.softcap}; "
+                "use HeavyHitters as the far field"
+            )
+        if self.bank is not None and self.bank.is_allocated:
+            parts.append(self.bank.attend(query, scoring.scaling, oldest))
+        return parts, logits
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self.forgotten = self.forgotten[rows.cpu()]
+        if self.kept is not None:
+            self.kept.map(lambda tensor: tensor[rows.to(tensor.device)])
+            self.kept.select_rows(rows.tolist())
+        if self.bank is not None:
+            self.bank.select_rows(rows)
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by `move(tensor)`."""
+        for part in self._parts():
+            part.map(move)
+
+    def _parts(self) -> list[KeptTokens | Bank]:
+        return [part for part in (self.kept, self.bank) if part is not None]
+
+    def _let_go(self, rows: Tensor, keys: Operand, values: Operand, places: Tensor) -> Mapping[str, Any] | None:
+        """Merge tokens if there are clusters, and forget them otherwise."""
+        if self.bank is None:
+            self.forget(rows.tolist(), places.shape[2])
+            return None
+        wide = torch.promote_types(self.dtype, torch.float32)
+        valid = torch.ones_like(places, dtype=torch.bool)
+        return self.bank.absorb(rows, _decoded(keys, wide), _decoded(values, wide), places, valid)
+
+    def _attend_kept(
+        self, query: Query, scoring: Scoring, oldest: Tensor | None, codecs: tuple[Operand, Operand], logits: Tensor
+    ) -> Partial:
+        kept, rope = self.kept, self.bounds.rope
+        assert kept is not None
+        assert kept.positions is not None
+        keys, values = (
+            Operand(x.layout, parts, x.dim, x.decoder) for x, parts in zip(codecs, _parted(kept.held()), strict=True)
+        )
+        if oldest is not None and rope is not None:
+            behind = (oldest[:, None, None] - kept.positions[:, :, : kept.most]).clamp(min=0)
+            if bool(behind.any()):
+                moved = rope.rotate(_decoded(keys, compute_dtype(query.dtype)), behind)
+                keys = Operand("states", {"codes": moved}, keys.dim, copy_states)
+        visibility = Visibility(kept.most, query.shape[3], real=kept.shown())
+        kernel = next(k for k in kernels_for(query.device.type) if k.supports(query, keys, values, visibility))
+        return kernel.attend(query, keys, values, 0, visibility, scoring, logits)
+
+
+def _rows(part: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a part; float8 is indexed as bytes."""
+    if part.dtype.itemsize == 1:
+        return part.view(torch.uint8)[rows].view(part.dtype)
+    return part[rows]
+
+
+def _joined(keys: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"key_{name}": part for name, part in keys.items()} | {
+        f"value_{name}": part for name, part in values.items()
+    }
+
+
+def _parted(codes: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    keys, values = (
+        {name.removeprefix(prefix): part for name, part in codes.items() if name.startswith(prefix)}
+        for prefix in ("key_", "value_")
+    )
+    return keys, values
+
+
+def _decoded(operand: Operand, dtype: torch.dtype) -> Tensor:
+    codes = operand.parts["codes"]
+    out = torch.empty(*codes.shape[:3], operand.dim, dtype=dtype, device=codes.device)
+    operand.decode_into(out)
+    return out
