@@ -93,3 +93,15 @@ def test_a_buffer_filled_under_inference_mode_can_be_written_outside_of_it():
         buffer.append(tokens(0, 3))
     buffer.append(tokens(3, 3))
     assert held(buffer) == list(range(6))
+
+
+def test_spare_room_can_be_a_number_of_tokens():
+    buffer, moves = TokenBuffer(spare=10), 0
+    for number in range(1000):
+        before = buffer.tensors["codes"].data_ptr() if buffer.tensors else 0
+        buffer.append(tokens(number, 1), in_place=False)
+        buffer.drop_before(number - 99)
+        moves += buffer.tensors["codes"].data_ptr() != before
+        assert buffer.capacity <= round_up(101 + 10)
+    assert held(buffer) == list(range(900, 1000))
+    assert moves > 10

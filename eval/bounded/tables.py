@@ -13,7 +13,7 @@ import numpy as np
 from eval.bounded import retrieve, speed
 from eval.bounded.policies import FULL, KINDS
 
-__all__ = ["bounded_tables", "quality_table", "stream_table"]
+__all__ = ["bounded_tables", "quality_table", "retrieval_table", "stream_table"]
 
 _SAME = ("model", "text", "window", "windows", "scored_from", "chunk")
 
@@ -35,11 +35,7 @@ def bounded_tables(path: Path) -> str:
     if of_kind["stream"]:
         parts.append(stream_table(of_kind["stream"][-1]))
     if of_kind["retrieve"]:
-        newest = of_kind["retrieve"][-1]
-        parts.append(
-            f"Retrieval, {newest['model']}: digits of a passkey that come back (of {5 * newest['trials']}), and nats a token of a passage of 64 tokens that is repeated, by how far back the "
-            f"first one stands. Full attention finds what it can; where a policy falls behind it, its memory ends.\n\n{retrieve.table(newest)}"
-        )
+        parts.append(retrieval_table(of_kind["retrieve"]))
     if of_kind["speed"]:
         newest = of_kind["speed"][-1]
         parts.append(
@@ -85,6 +81,23 @@ def quality_table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def retrieval_table(records: Sequence[dict[str, Any]]) -> str:
+    """All policies of the records that ask the same as the newest."""
+    newest = records[-1]
+    same = ("model", "text", "trials", "seed", "distances")
+    joined: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        if all(record[name] == newest[name] for name in same):
+            joined |= {(row["budget"], row["kind"], row["label"], row["distance"]): row for row in record["rows"]}
+    order = [FULL, *KINDS]
+    rows = sorted(joined.values(), key=lambda row: (row["budget"], order.index(row["kind"]), row["distance"]))
+    return (
+        f"Retrieval, {newest['model']}: digits of a passkey that come back (of {5 * newest['trials']}), and nats a token of a passage of 64 tokens that is "
+        "repeated, by how far back the first one stands. Where a policy falls behind full attention, its memory ends.\n\n"
+        + retrieve.table(newest | {"rows": rows})
+    )
+
+
 def _cell(row: dict[str, Any], plain: dict[str, Any] | None) -> str:
     text = f"{row['perplexity']:.2f} {row['label']}"
     if plain is None or plain is row:
@@ -109,8 +122,12 @@ def stream_table(record: dict[str, Any]) -> str:
         cells, begin = [], 0
         for mark in marks:
             some = [stretch for stretch in row["stretches"] if begin < stretch["end"] <= mark]
-            nlls = [stretch["nll"] for stretch in some]
-            text = "-" if not nlls or None in nlls else f"{math.exp(sum(nlls) / len(nlls)):.1f}"
+            measured = [stretch for stretch in some if stretch["nll"] is not None]
+            text = "-"
+            if measured:
+                text = f"{math.exp(sum(stretch['nll'] for stretch in measured) / len(measured)):.1f}"
+            if 0 < len(measured) < len(some):
+                text += f" (as far as {measured[-1]['end']:,})"
             cells.append(f"{text}, {some[-1]['nbytes'] / 2**20:.1f} MiB")
             begin = mark
         name = row["kind"] if row["kind"] == FULL else f"{row['kind']} {row['label']}"

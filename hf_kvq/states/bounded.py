@@ -30,8 +30,11 @@ from hf_kvq.states.view import Segment, copy_states
 
 __all__ = ["BoundedSnapshot", "BoundedStore"]
 
-PIECE = 256
+PIECE = 128
 """Queries that attend together where no far field changes between them."""
+
+SPARE = 32
+"""Room for codes beyond a window and a piece, in tokens."""
 
 
 class BoundedSnapshot(NamedTuple):
@@ -75,7 +78,14 @@ class BoundedStore:
         self.first = list(first_tokens)
         self.schedule = Schedule(bounds.window, bounds.sinks, bounds.block)
         self.tokens = TokenStore(
-            quant, shape, device=device, sinks=bounds.sinks, residual=residual, first_tokens=first_tokens, layer=layer
+            quant,
+            shape,
+            device=device,
+            sinks=bounds.sinks,
+            residual=residual,
+            first_tokens=first_tokens,
+            layer=layer,
+            spare=SPARE,
         )
         self.steps = [self.schedule.step(0)] * shape.batch
         self.far = FarStore(bounds, shape, layer)

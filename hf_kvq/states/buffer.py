@@ -45,9 +45,13 @@ class TokenBuffer:
 
     Growth: a quarter more than is needed, so a token is copied about four times however long the stream. Where tokens are dropped
     at the front as others come, the kept ones move down once for every quarter of them that comes, in place.
+
+    Args:
+        spare: Room beyond the tokens that are needed, where a quarter of them is too much: kept tokens then move once for every `spare` that come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spare: int | None = None) -> None:
+        self.spare = spare
         self.tensors: dict[str, Tensor] = {}
         self.first = 0
         self.end = 0
@@ -150,7 +154,7 @@ class TokenBuffer:
         needed = len(self) + tokens
         if self.end - self._base + tokens <= self.capacity:
             return
-        roomy = round_up(needed + needed // 4)
+        roomy = round_up(needed + (needed // 4 if self.spare is None else self.spare))
         if in_place and needed <= self.capacity <= roomy:
             self._move_down()
         else:

@@ -23,10 +23,10 @@ __all__ = ["Region"]
 class Region:
     """Tokens `first` to `end` of a layer, held as the codes of two codecs."""
 
-    def __init__(self, key_codec: Codec, value_codec: Codec) -> None:
+    def __init__(self, key_codec: Codec, value_codec: Codec, *, spare: int | None = None) -> None:
         self.key_codec = key_codec
         self.value_codec = value_codec
-        self.buffer = TokenBuffer()
+        self.buffer = TokenBuffer(spare)
         alone = key_codec.layout == value_codec.layout and not (
             key_codec.depends_on_chunks or value_codec.depends_on_chunks
         )

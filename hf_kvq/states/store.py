@@ -77,6 +77,7 @@ class TokenStore:
         first_tokens: Column of each row's first real token.
         window: Columns that a query sees, itself included; None for all.
         layer: Index of the layer, for errors.
+        spare: Room for codes beyond those that are there, in tokens; None: a quarter of them.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class TokenStore:
         first_tokens: list[int],
         window: int | None = None,
         layer: int = 0,
+        spare: int | None = None,
     ) -> None:
         self.shape = shape
         self.window = window
@@ -97,7 +99,7 @@ class TokenStore:
         self.device = device
         self.residual_size = residual
         self.seen = 0
-        self.coded = Region(make_codec(quant.keys), make_codec(quant.values))
+        self.coded = Region(make_codec(quant.keys), make_codec(quant.values), spare=spare)
         self.residual = Region(make_codec(IdentityConfig()), make_codec(IdentityConfig()))
         self.sinks = SinkStore(sinks, list(first_tokens)) if sinks else None
         if self.sinks is not None:
