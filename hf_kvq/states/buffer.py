@@ -155,6 +155,8 @@ class TokenBuffer:
         if self.end - self._base + tokens <= self.capacity:
             return
         roomy = round_up(needed + (needed // 4 if self.spare is None else self.spare))
+        if self.spare is not None and needed + self.spare // 2 <= self.capacity <= roomy + 4 * self.spare:
+            roomy = self.capacity  # a bounded store keeps its size, whatever the sizes of the chunks that come
         if in_place and needed <= self.capacity <= roomy:
             self._move_down()
         else:
