@@ -189,7 +189,7 @@ class HeavyHitters:
 class Clusters:
     """Tokens that left the window, merged into clusters of one mean key and one mean value.
 
-    A cluster is a summary: it lowers the loss a little and never brings a passage or a passkey back.
+    A summary, no memory: with hundreds of clusters most are single tokens still, and a passage of a few hundred tokens ago is found in part; further back it is not.
 
     Attributes:
         count: Clusters of each kv head.

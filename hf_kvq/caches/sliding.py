@@ -35,8 +35,8 @@ class QuantizedSlidingWindowCache(CodedCache):
     L - 1: sinks are moved ahead together, kept tokens and clusters each by what it takes, by an exact rotation (RoPE models; others keep their own limits).
     So a stream may run past the trained length for as long as float32 tells its positions apart.
 
-    What it is not: long memory. What left the window is gone but for the few heavy hitters; clusters lower the loss a little and bring no passage back. A copied
-    passage or a passkey from beyond the window is not found.
+    What it is not: long memory. What left the window is gone but for a few hundred heavy hitters and the means of clusters. A passage or a passkey is found again
+    as far back as the budget reaches, and not beyond.
 
     With a model's own attention (not "hf_kvq") there is no far field, and a forward of several tokens sees all of its own tokens.
 

@@ -130,7 +130,10 @@ class BoundedStore:
             "window": by_row(window),
             "kept": by_row(kept.filled if kept else [0] * len(numbers)),
             "clusters": self.far.clustered,
-            "forgotten": self.far.forgotten.clone(),
+            # Without a far field nobody needs to count: all that left is gone.
+            "forgotten": self.far.forgotten.clone()
+            if self.bounds.has_far_field
+            else by_row([left - self.bounds.sinks for left in gone]),
         }
 
     def take(
@@ -300,8 +303,6 @@ class BoundedStore:
                     self._fade(rows)
                     if next_step > 0:
                         self._let_leave(rows, first, self.schedule.gone(next_step - 1))
-            else:
-                self.far.forget(rows, self.schedule.gone(target) - self.schedule.gone(step))
             for row in rows:
                 self.steps[row] = target
         if groups:
