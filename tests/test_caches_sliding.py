@@ -101,7 +101,7 @@ def test_a_dense_forward_of_several_tokens_sees_all_of_them(model):
     assert torch.equal(feed(model, ids, make(model), attention="sdpa"), whole)
 
 
-@pytest.mark.parametrize("residual", [0, 5])
+@pytest.mark.parametrize("residual", [0, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk", [7, 37, 1000])
 @pytest.mark.parametrize("far_field", [FAR_FIELDS["heavy hitters"], FAR_FIELDS["both"]], ids=["heavy", "both"])
 def test_what_is_kept_does_not_depend_on_the_chunks(model, far_field, chunk, residual):
@@ -230,11 +230,16 @@ def test_kept_positions_are_those_of_each_row(model):
 
 
 @pytest.mark.parametrize("far_field", FAR_FIELDS.values(), ids=FAR_FIELDS)
-@pytest.mark.parametrize("chunk", [40, 1])
-@pytest.mark.parametrize("said", [True, False], ids=["set_padding", "from the mask"])
+@pytest.mark.parametrize(
+    ("chunk", "said"),
+    [
+        pytest.param(40, True, id="set_padding"),
+        pytest.param(40, False, id="from the mask"),
+        pytest.param(1, True, marks=pytest.mark.slow, id="set_padding, one by one"),
+    ],
+)
 def test_left_padded_rows_equal_the_rows_alone(model, far_field, chunk, said):
-    if chunk == 1 and not said:
-        pytest.skip("the first column of a padded row alone says nothing of the padding that follows")
+    """The first column alone of a padded row says nothing of the padding that follows: one by one it must be said."""
     ids, mask = tokens(3, 80), torch.ones(3, 80, dtype=torch.long)
     mask[1, :13] = 0
     mask[2, :37] = 0
@@ -267,7 +272,7 @@ def test_a_dense_padded_batch_equals_the_rows_alone(model):
         torch.testing.assert_close(together[row : row + 1, padding:], expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("chunk", [1, 40])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 40])
 @pytest.mark.parametrize("far_field", FAR_FIELDS.values(), ids=FAR_FIELDS)
 def test_one_rows_tokens_never_change_another_rows_output(model, far_field, chunk):
     ids = tokens(3, 60)
@@ -415,7 +420,7 @@ def test_prompt_lookup_keeps_the_accounts(model, far_field):
 # The hook
 
 
-@pytest.mark.parametrize("chunk", [1, 40])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 40])
 @pytest.mark.parametrize("far_field", FAR_FIELDS.values(), ids=FAR_FIELDS)
 def test_a_hook_sees_every_block_once_in_each_layer(model, far_field, chunk):
     cache, blocks = make(model, far_field=far_field), []
@@ -461,7 +466,7 @@ def feed_one_row(model, cache):
     return feed(model, tokens(2, 1, seed=8), cache)
 
 
-@pytest.mark.parametrize("chunk", [1, 30])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize("far_field", FAR_FIELDS.values(), ids=FAR_FIELDS)
 def test_a_hook_that_raises_leaves_the_cache_as_it_was(model, far_field, chunk):
     def fails(block: EvictedBlock) -> None:

@@ -224,10 +224,11 @@ def compiled(kernel, pointers, floats, **constants):
 for layout, width in (("int8", 128), ("e4m3", 80), ("int4", 64)):
     codes = "*u8" if layout == "int4" else "*i8"
     pointers = {"query": "*bf16", "keys": codes, "values": codes, "key_scale": "*bf16", "value_scale": "*fp32"}
-    pointers |= {"visible": "*u8", "output": "*fp32", "lse": "*fp32"}
+    pointers |= {"visible": "*u8", "output": "*fp32", "lse": "*fp32", "shown": "*fp32"}
     ptx = compiled(
         triton_decode._attend_split, pointers, ("before", "after"), KEYS=layout, KEY_WIDTH=width, KEY_PADDED=128, VALUES=layout,
         VALUE_WIDTH=width, VALUE_PADDED=128, GROUPS=8, BLOCK=64, EXACT_QUERY=layout == "int8", HIDES=True, CAPPED=True,
+        SHOWS=layout != "e4m3",
     )
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx and "tf32" not in ptx
 pointers = dict.fromkeys(("outputs", "lses", "output", "lse"), "*fp32")
