@@ -342,7 +342,7 @@ def test_rows_are_repeated_selected_copied_and_forgotten(model):
 @pytest.mark.parametrize("far_field", FAR_FIELDS.values(), ids=FAR_FIELDS)
 def test_a_recorded_forward_is_taken_back_exactly(model, far_field):
     """Queries that were cropped leave no weight behind, and what left the window for them is back."""
-    ids, drafts = tokens(1, 75), tokens(1, 12, seed=3)
+    ids, drafts = tokens(1, 51), tokens(1, 12, seed=3)
     cache, plain = (make(model, far_field=far_field) for _ in range(2))
     cache.activate_past_recording()
     for c in (cache, plain):
@@ -360,12 +360,12 @@ def test_a_recorded_forward_is_taken_back_exactly(model, far_field):
         if mine.mass is not None:
             assert torch.equal(mine.mass.tensor, theirs.mass.tensor)
             assert torch.equal(mine.far.kept.mass, theirs.far.kept.mass)
-    rest = tokens(1, 40, seed=4)
+    rest = tokens(1, 20, seed=4)
     assert torch.equal(feed(model, rest, cache, 1), feed(model, rest, plain, 1))
 
 
 def test_accepted_drafts_leave_the_weight_that_they_gave(model):
-    ids, drafts = tokens(1, 75), tokens(1, 12, seed=3)
+    ids, drafts = tokens(1, 51), tokens(1, 12, seed=3)
     cache, plain = (make(model, far_field=HeavyHitters(16)) for _ in range(2))
     cache.activate_past_recording()
     feed(model, ids, cache, 1)
