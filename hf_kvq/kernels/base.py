@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from hf_kvq.kernels.visibility import Visibility
@@ -68,8 +68,24 @@ class Operand:
 
     def slice(self, first: int, end: int) -> Operand:
         """Tokens `first` to `end`, without a copy."""
-        parts = {name: part[:, :, first:end] for name, part in self.parts.items()}
-        return Operand(self.layout, parts, self.dim, self.decoder)
+        return replace(self, parts={name: part[:, :, first:end] for name, part in self.parts.items()})
+
+    def of_rows(self, rows: Int[Tensor, " rows"]) -> Operand:
+        """Some rows, as a copy; float8 is indexed as bytes."""
+        return replace(
+            self,
+            parts={
+                name: part.view(torch.uint8)[rows].view(part.dtype) if part.dtype.itemsize == 1 else part[rows]
+                for name, part in self.parts.items()
+            },
+        )
+
+    def decode(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads tokens dim"]:
+        """The states as a new tensor."""
+        codes = self.parts["codes"]
+        out = torch.empty(*codes.shape[:3], self.dim, dtype=dtype, device=codes.device)
+        self.decode_into(out)
+        return out
 
     def decode_into(self, out: Float[Tensor, "batch kv_heads tokens dim"]) -> None:
         """Write the states into `out`."""

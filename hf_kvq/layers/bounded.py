@@ -254,7 +254,7 @@ class BoundedLayer(CodedLayer):
         super().set_padding(padding)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = self._dense_columns(self.seen, query_length)
+        past = self._dense_columns(self.seen)
         return past + query_length, self.seen - past
 
     def get_max_length(self) -> int:
@@ -279,7 +279,7 @@ class BoundedLayer(CodedLayer):
         self._drop_mark()
         store.crop(length)
 
-    def _dense_columns(self, seen: int, query_length: int) -> int:
+    def _dense_columns(self, seen: int) -> int:
         """Columns of the past that a model's own attention gets as tensors."""
         if self.store is None or seen == 0:
             return 0
@@ -291,7 +291,7 @@ class BoundedLayer(CodedLayer):
     ) -> tuple[Tensor, Tensor]:
         store, tokens = self.store, keys.shape[2]
         assert store is not None
-        past = self._dense_columns(store.seen, tokens)
+        past = self._dense_columns(store.seen)
         if self._reads_codes(tokens) and tokens < store.bounds.window:
             store.take(keys, values, exact=False, recording=self.record_past)
             return store.dense(past + tokens)

@@ -321,12 +321,15 @@ class BoundedStore:
         """Show the block that begins at `position` to the far field and to the hooks."""
         column, block = first + position, self.bounds.block
         (segment,) = self.tokens.segments(column, column + block)
-        mass = None
-        if self.mass is not None:
-            mass = self.mass.of(torch.tensor(rows, device=self.tokens.device), column, block)
-        left = self.far.take_in(rows, segment, position, mass)
+        index = torch.tensor(rows, device=self.tokens.device)
+        keys, values = segment.keys.of_rows(index), segment.values.of_rows(index)
+        positions = torch.arange(position, position + block, device=index.device).expand(len(rows), -1)
+        mass = None if self.mass is None else self.mass.of(index, column, block)
+        receipt = self.far.take_in(index, keys, values, positions, mass)
         if self.hooks:
-            self._call_hooks(left)
+            dtype = self.shape.dtype
+            states = keys.decode(dtype), values.decode(dtype)
+            self._call_hooks(EvictedBlock(self.layer, index, *states, positions.cpu(), mass, receipt))
 
     def _call_hooks(self, block: EvictedBlock) -> None:
         for hook in list(self.hooks.values()):
@@ -359,7 +362,7 @@ class BoundedStore:
             parts.append(kernel.attend(query, keys, values, place, visibility, scoring, logits))
         if not tentative:
             self._observe(column, query)
-        far_parts, kept_logits = self.far.attend(query, scoring, oldest, self.tokens.operands())
+        far_parts, kept_logits = self.far.attend(query, scoring, oldest)
         parts += far_parts
         if asked.sink_logits is not None:
             parts.append(zero_logit(parts[0], asked.sink_logits))

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from hf_kvq.far_field import Bank, EvictedBlock, KeptTokens, make_bank
+from hf_kvq.far_field import Bank, KeptTokens, make_bank
 from hf_kvq.kernels import Operand, Partial, Query, Scoring, Visibility, compute_dtype, kernels_for
 from hf_kvq.states.bounds import Bounds
 from hf_kvq.states.store import StateShape
-from hf_kvq.states.view import Segment, copy_states
+from hf_kvq.states.view import copy_states
 
 __all__ = ["FarStore"]
 
@@ -26,7 +26,7 @@ class FarStore:
     Args:
         bounds: What is kept.
         shape: Shape and dtype of the states.
-        layer: Index of the layer, for hooks and errors.
+        layer: Index of the layer, for errors.
     """
 
     def __init__(self, bounds: Bounds, shape: StateShape, layer: int) -> None:
@@ -37,6 +37,9 @@ class FarStore:
         self.kept: KeptTokens | None = None
         if bounds.heavy_hitters is not None:
             self.kept = KeptTokens(bounds.heavy_hitters.tokens, batch=shape.batch, kv_heads=shape.kv_heads)
+        self._coded_as: tuple[Operand, Operand] | None = (
+            None  # keys and values without tokens: how the kept ones are to be read
+        )
         self.bank: Bank | None = None
         if bounds.clusters is not None:
             self.bank = make_bank(bounds.clusters, batch=shape.batch, rope=bounds.rope)
@@ -70,56 +73,50 @@ class FarStore:
         self.forgotten[rows] += tokens
 
     def take_in(
-        self, rows: list[int], segment: Segment, position: int, mass: Float[Tensor, "rows kv_heads tokens"] | None
-    ) -> EvictedBlock:
-        """Let a block leave the window; returns it as hooks see it.
+        self,
+        rows: Int[Tensor, " rows"],
+        keys: Operand,
+        values: Operand,
+        positions: Int64[Tensor, "rows tokens"],
+        mass: Float[Tensor, "rows kv_heads tokens"] | None,
+    ) -> Mapping[str, Any] | None:
+        """Let a block leave the window; returns the receipt of the clusters.
 
         Args:
             rows: Rows that it leaves in.
-            segment: The block, of all rows.
-            position: The rows' own number of its first token.
-            mass: Of the tokens in these rows; None where nobody counts it.
+            keys: The block in these rows, as the window held it.
+            values: Likewise.
+            positions: The rows' own numbers of its tokens.
+            mass: Of the tokens; None where nobody counts it.
         """
-        index = torch.tensor(rows, device=segment.keys.parts["codes"].device)
-        keys, values = (
-            replace(x, parts={name: _rows(part, index) for name, part in x.parts.items()})
-            for x in (segment.keys, segment.values)
-        )
-        positions = torch.arange(position, position + keys.tokens, device=index.device).expand(len(rows), -1)
         places = positions[:, None].expand(-1, self.forgotten.shape[1], -1)
-        receipt: Mapping[str, Any] | None = None
         if self.kept is None:
-            receipt = self._let_go(index, keys, values, places)
-        else:
-            assert mass is not None
-            displaced = self.kept.absorb(rows, _joined(keys.parts, values.parts), positions, mass)
-            if displaced is not None:
-                key_codes, value_codes = _parted(displaced.codes)
-                lighter = replace(keys, parts=key_codes), replace(values, parts=value_codes)
-                receipt = self._let_go(index, *lighter, displaced.positions)
-        return EvictedBlock(
-            self.layer, index, _decoded(keys, self.dtype), _decoded(values, self.dtype), positions.cpu(), mass, receipt
+            return self._let_go(rows, keys, values, places)
+        assert mass is not None
+        self._coded_as = replace(keys, parts={}), replace(values, parts={})
+        displaced = self.kept.absorb(rows.tolist(), _joined(keys.parts, values.parts), positions, mass)
+        if displaced is None:
+            return None
+        key_codes, value_codes = _parted(displaced.codes)
+        return self._let_go(
+            rows, replace(keys, parts=key_codes), replace(values, parts=value_codes), displaced.positions
         )
 
-    def attend(
-        self, query: Query, scoring: Scoring, oldest: Tensor | None, codecs: tuple[Operand, Operand] | None
-    ) -> tuple[list[Partial], Tensor | None]:
+    def attend(self, query: Query, scoring: Scoring, oldest: Tensor | None) -> tuple[list[Partial], Tensor | None]:
         """The far field's parts of the attention, and the logits of the kept tokens.
 
         Args:
             query: Queries, unscaled.
             scoring: Scaling and softcap.
             oldest: For each row the position that no key may stand before.
-            codecs: Keys and values of the window, for how the kept ones are coded; None where it has none.
 
         Raises:
             ValueError: If there are clusters and a softcap.
         """
         parts, logits = [], None
         if self.kept is not None and self.kept.most:
-            assert codecs is not None
             logits = query.new_empty(*query.shape[:4], self.kept.most, dtype=compute_dtype(query.dtype))
-            parts.append(self._attend_kept(query, scoring, oldest, codecs, logits))
+            parts.append(self._attend_kept(query, scoring, oldest, logits))
         if self.bank is not None and scoring.softcap is not None:
             raise ValueError(
                 f"layer {self.layer}: clusters have no softcap of logits, and this model gives {scoring.softcap}; "
@@ -153,32 +150,25 @@ class FarStore:
             return None
         wide = torch.promote_types(self.dtype, torch.float32)
         valid = torch.ones_like(places, dtype=torch.bool)
-        return self.bank.absorb(rows, _decoded(keys, wide), _decoded(values, wide), places, valid)
+        return self.bank.absorb(rows, keys.decode(wide), values.decode(wide), places, valid)
 
-    def _attend_kept(
-        self, query: Query, scoring: Scoring, oldest: Tensor | None, codecs: tuple[Operand, Operand], logits: Tensor
-    ) -> Partial:
+    def _attend_kept(self, query: Query, scoring: Scoring, oldest: Tensor | None, logits: Tensor) -> Partial:
         kept, rope = self.kept, self.bounds.rope
         assert kept is not None
         assert kept.positions is not None
+        assert self._coded_as is not None
         keys, values = (
-            Operand(x.layout, parts, x.dim, x.decoder) for x, parts in zip(codecs, _parted(kept.held()), strict=True)
+            Operand(x.layout, parts, x.dim, x.decoder)
+            for x, parts in zip(self._coded_as, _parted(kept.held()), strict=True)
         )
         if oldest is not None and rope is not None:
             behind = (oldest[:, None, None] - kept.positions[:, :, : kept.most]).clamp(min=0)
             if bool(behind.any()):
-                moved = rope.rotate(_decoded(keys, compute_dtype(query.dtype)), behind)
+                moved = rope.rotate(keys.decode(compute_dtype(query.dtype)), behind)
                 keys = Operand("states", {"codes": moved}, keys.dim, copy_states)
         visibility = Visibility(kept.most, query.shape[3], real=kept.shown())
         kernel = next(k for k in kernels_for(query.device.type) if k.supports(query, keys, values, visibility))
         return kernel.attend(query, keys, values, 0, visibility, scoring, logits)
-
-
-def _rows(part: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a part; float8 is indexed as bytes."""
-    if part.dtype.itemsize == 1:
-        return part.view(torch.uint8)[rows].view(part.dtype)
-    return part[rows]
 
 
 def _joined(keys: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -193,10 +183,3 @@ def _parted(codes: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, T
         for prefix in ("key_", "value_")
     )
     return keys, values
-
-
-def _decoded(operand: Operand, dtype: torch.dtype) -> Tensor:
-    codes = operand.parts["codes"]
-    out = torch.empty(*codes.shape[:3], operand.dim, dtype=dtype, device=codes.device)
-    operand.decode_into(out)
-    return out

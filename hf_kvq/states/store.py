@@ -172,13 +172,6 @@ class TokenStore:
         )
         return [region.segment(begin, stop) for region, begin, stop in spans if begin < stop]
 
-    def operands(self) -> tuple[Operand, Operand] | None:
-        """No tokens, keys and values, as codes are held; None before the first codes."""
-        if not self.coded.buffer.tensors:
-            return None
-        nothing = self.coded.segment(self.coded.end, self.coded.end)
-        return nothing.keys, nothing.values
-
     def snapshot(self) -> StoreSnapshot:
         """The store as it is; good for as long as every `append` since has `in_place=False`."""
         return StoreSnapshot(self.seen, self.coded.buffer.snapshot(), self.residual.buffer.snapshot())
