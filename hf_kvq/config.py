@@ -170,7 +170,7 @@ class HeavyHitters:
 
     Attributes:
         tokens: How many stay, for each kv head.
-        decay: Factor of the mass for every block of tokens that passes; measured best at .9 for blocks of 32.
+        decay: Factor of the mass for every block of tokens that passes; .9 goes with blocks of 32.
     """
 
     tokens: int
@@ -182,7 +182,7 @@ class HeavyHitters:
                 f"tokens must be a whole number of at least 1, got {self.tokens!r}; leave HeavyHitters out to keep none"
             )
         if not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be above 0 and at most 1, got {self.decay!r}; 0.9 measured best")
+            raise ValueError(f"decay must be above 0 and at most 1, got {self.decay!r}; the default is 0.9")
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class Clusters:
 
     Attributes:
         count: Clusters of each kv head.
-        closure: How a cluster answers. `"bounded"`: what measured best, means before RoPE and a bounded term for the spread. `"mgf"`: the seed's formulas,
-            for parity and research; its term for the spread is not bounded and it loses badly on real models.
+        closure: How a cluster answers. `"bounded"`: means before RoPE, and a term for the spread that grows with its logarithm. `"mgf"`: the seed's formulas,
+            for parity and research: its term for the spread has no bound, and a cluster is larger than a hundred tokens.
     """
 
     count: int

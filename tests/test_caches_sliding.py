@@ -202,10 +202,9 @@ def test_a_budget_is_kept_and_nearly_used_up(far_field, budget):
     model = tiny_llama(head_dim=64, layers=1)
     cache = make(model, "int8", window=None, block=32, budget_bytes_per_head=budget, far_field=far_field)
     feed(model, tokens(1, 1200), cache, 400)
-    held = cache.nbytes_used / 2
-    assert 0.8 * budget < held
-    statistics = cache.layers[0].held.far.bank._statistics.values() if isinstance(far_field, Clusters | tuple) else ()
-    assert held - sum(t.nbytes for t in statistics) / 2 <= budget
+    # A bank's count of queries belongs to no head.
+    held = (cache.nbytes_used - (8 if isinstance(far_field, Clusters | tuple) else 0)) / 2
+    assert 0.8 * budget < held <= budget
 
 
 def test_kept_positions_are_those_of_each_row(model):
@@ -239,7 +238,11 @@ def test_kept_positions_are_those_of_each_row(model):
     ],
 )
 def test_left_padded_rows_equal_the_rows_alone(model, far_field, chunk, said):
-    """The first column alone of a padded row says nothing of the padding that follows: one by one it must be said."""
+    """The first column alone of a padded row says nothing of the padding that follows: one by one it must be said.
+
+    In float64: where means of clusters are rounded to int8, the noise of float32 may move some over an edge.
+    """
+    model = copy.deepcopy(model).double()
     ids, mask = tokens(3, 80), torch.ones(3, 80, dtype=torch.long)
     mask[1, :13] = 0
     mask[2, :37] = 0
@@ -250,9 +253,7 @@ def test_left_padded_rows_equal_the_rows_alone(model, far_field, chunk, said):
     for row, padding in enumerate((0, 13, 37)):
         alone = make(model, far_field=far_field, prefill="coded")
         expected = feed(model, ids[row : row + 1, padding:], alone, chunk)
-        # Means of clusters are rounded to int8: an addition in another order moves some over an edge.
-        bound = 0.2 if isinstance(far_field, Clusters | tuple) else 5e-3
-        torch.testing.assert_close(together[row : row + 1, padding:], expected, rtol=1e-4, atol=bound)
+        torch.testing.assert_close(together[row : row + 1, padding:], expected, rtol=1e-5, atol=1e-4)
         for layer, counts in alone.accounting().items():
             for place, number in counts.items():
                 assert torch.equal(cache.accounting()[layer][place][row], number[0]), place
@@ -528,7 +529,7 @@ def test_a_model_without_full_attention_is_refused():
 
 
 def test_a_stream_past_the_trained_length_moves_the_sinks_along():
-    """With sinks and the window in one step of block 1, no distance is above the trained one, and within it nothing moves."""
+    """Within the trained length nothing moves; beyond it the outputs part from those of a model that was trained further."""
     short, long = (tiny_llama(max_position_embeddings=length) for length in (64, 4096))
     ids = tokens(1, 160)
     got, other = (feed(m, ids, make(m, far_field=HeavyHitters(8)), 20) for m in (short, long))

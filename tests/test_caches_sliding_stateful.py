@@ -136,13 +136,32 @@ class BoundedMachine(RuleBasedStateMachine):
     def every_token_is_somewhere(self) -> None:
         if not self.tokens:
             return
-        for counts in self.cache.accounting().values():
+        for index, counts in self.cache.accounting().items():
             parts = sum(number for place, number in counts.items() if place != "seen")
             assert torch.equal(counts["seen"], parts)
             assert counts["seen"].tolist() == [[count] * HEADS for count in self.tokens]
             assert all((number >= 0).all() for number in counts.values())
+            # The counts are of what is there: every column of the window, and each kept token once, from before it.
+            self.look_into(index, counts)
             # A crop may find the block that was kept for it still there.
             assert counts["window"].max() < WINDOW + BLOCK + (40 if self.recording else 0)
+
+    def look_into(self, index: int, counts: dict[str, torch.Tensor]) -> None:
+        store, padded = self.cache.layers[index].held, [self.cache.get_seq_length() - count for count in self.tokens]
+        for row, first in enumerate(padded):
+            gone = int(counts["seen"][row, 0] - counts["window"][row, 0])
+            held = store.tokens.segments(first + gone, store.seen)
+            assert sum(segment.keys.tokens for segment in held) == max(self.tokens[row] - SINKS, 0) - (
+                gone - SINKS if gone > SINKS else 0
+            )
+            if store.far.kept is None or store.far.kept.positions is None:
+                continue
+            kept = self.cache.kept_positions()[index][row]
+            assert kept.shape[1] == counts["kept"][row, 0]
+            if kept.shape[1]:
+                assert (kept.diff(dim=1) > 0).all()
+                assert kept.min() >= SINKS
+                assert kept.max() < gone
 
 
 def drive(far_field, sequences: int) -> type[BoundedMachine]:

@@ -484,3 +484,7 @@ def test_states_of_another_shape_are_refused_and_change_nothing(shape):
     with pytest.raises(ValueError, match=r"must stay \(2, 8, 6\)"):
         absorb(bank, *chunk(2, kv_heads, 5, key_dim, value_dim))
     assert torch.equal(bank.counts, before)
+
+
+def test_a_cluster_of_the_seed_takes_the_room_of_130_int8_tokens():
+    assert ClusterBank.bytes_per_cluster(64, 64) == 17_160 == 130 * (2 * (64 + 2))

@@ -139,7 +139,7 @@ def _blocks_gone(cache: Cache) -> int:
     if not isinstance(cache, QuantizedSlidingWindowCache) or cache.block == 1:
         return 0
     store = cache.bounded_layers[0].store
-    return 0 if store is None else max(*store.steps, 0)
+    return 0 if store is None else max(*store.rows.steps, 0)
 
 
 def _figures(taken: Sequence[float], left: Sequence[bool], baseline: Sequence[float] | None) -> dict[str, Any]:

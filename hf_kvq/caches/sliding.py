@@ -50,7 +50,7 @@ class QuantizedSlidingWindowCache(CodedCache):
         residual: Newest tokens that stay exact; None for the scheme's own number.
         prefill: As in `QuantizedCache`.
         skip_layers: Likewise.
-        budget_bytes_per_head: In place of `window`: bytes of one kv head and row, which are split between window and far field as measured best; the numbers
+        budget_bytes_per_head: In place of `window`: bytes of one kv head and row, split between window and far field as `BoundsRule` says; the numbers
             in `far_field` then do not matter.
 
     Raises:
@@ -81,7 +81,7 @@ class QuantizedSlidingWindowCache(CodedCache):
                 f"window must be at least 2, and above the residual of {scheme.residual}, got {window}; give a larger window or a smaller residual"
             )
         if block < 1:
-            raise ValueError(f"block must be at least 1 token, got {block}; 32 measured best")
+            raise ValueError(f"block must be at least 1 token, got {block}; the default is 32")
         check_far_field(far_field)
         self.window = window
         self.block = block

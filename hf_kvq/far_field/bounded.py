@@ -1,14 +1,14 @@
 """Tokens that left the window, in a bounded number of clusters that a query attends as if they were tokens.
 
 Source: a cluster of n tokens is attended as one token with log n in its logit, the proportional attention of Token Merging
-(arXiv:2210.09461). Departs from it, each time by what perplexity at equal bytes has shown:
+(arXiv:2210.09461). Departs from it:
 
 - keys are averaged BEFORE RoPE, as R(-p) k, and turned to the mean position of their cluster when they are read; where positions
   spread, pair j of the mean is damped by exp(-w_j^2 var(p) / 2), the mean of a rotation by a normal angle;
 - what counts in a merge is what queries see: features are k_pre * sqrt(Q / d), with Q_c the mean of q_c^2, averaged over the pairs that
   RoPE turns together, so that it is the same before and after it;
 - the spread of the scores within a cluster adds log(1 + s2 / 2) to its logit. The moment generating function would add s2 / 2,
-  which on real keys is worse than no bank at all.
+  which has no bound.
 
 A cluster keeps tau = (1/d) sum_c Q_c var_c and takes var_c to be tau / Q_c. So its scores scaling * q.k have the variance
 s2(q) = scaling^2 * tau * sum_c q_c^2 / Q_c, whatever the scaling. It is tau that is stored: a variance may be beyond any half precision.

@@ -134,7 +134,7 @@ class BoundedLayer(CodedLayer):
     @property
     def is_croppable(self) -> bool:
         """Whether a crop gives back what was there before: not once a token left, unless the past is recorded."""
-        return self.record_past or self.held is None or all(step <= 0 for step in self.held.steps)
+        return self.record_past or self.held is None or all(step <= 0 for step in self.held.rows.steps)
 
     @property
     def tokens_coded(self) -> int:
@@ -271,7 +271,7 @@ class BoundedLayer(CodedLayer):
         length = self._checked_length(tokens_to_remove)
         if store is None:
             return
-        if not store.can_crop(length):
+        if not store.rows.can_go_back_to(length):
             raise RuntimeError(
                 f"layer {self.index}: tokens have left the window for good since token {length}, so a crop to {length} tokens can not bring back what was; call "
                 "activate_past_recording() before the forward that is to be undone (up to 128 tokens), or reset()"
@@ -283,7 +283,7 @@ class BoundedLayer(CodedLayer):
         """Columns of the past that a model's own attention gets as tensors."""
         if self.store is None or seen == 0:
             return 0
-        bounds, oldest = self.store.bounds, min(self.store.first)
+        bounds, oldest = self.store.bounds, min(self.store.rows.first)
         return min(max(seen - oldest, 0), bounds.sinks + bounds.window - 1)
 
     def _take_dense(

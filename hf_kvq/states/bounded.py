@@ -24,7 +24,7 @@ from hf_kvq.kernels import Operand, Query, Visibility, compute_dtype, kernels_fo
 from hf_kvq.states.bounds import Asked, Bounds, HookError
 from hf_kvq.states.far import FarStore
 from hf_kvq.states.mass import Tentative, WindowMass, weights_of
-from hf_kvq.states.schedule import Schedule
+from hf_kvq.states.places import RowPlaces
 from hf_kvq.states.store import ROLLBACK, Keys, StateShape, StoreSnapshot, TokenStore, Values
 from hf_kvq.states.view import Segment, copy_states
 
@@ -75,8 +75,7 @@ class BoundedStore:
         self.bounds = bounds
         self.layer = layer
         self.hooks = hooks
-        self.first = list(first_tokens)
-        self.schedule = Schedule(bounds.window, bounds.sinks, bounds.block)
+        self.rows = RowPlaces(bounds, first_tokens, device)
         self.tokens = TokenStore(
             quant,
             shape,
@@ -87,7 +86,6 @@ class BoundedStore:
             layer=layer,
             spare=SPARE,
         )
-        self.steps = [self.schedule.step(0)] * shape.batch
         self.far = FarStore(bounds, shape, layer)
         self.mass: WindowMass | None = None
         if bounds.heavy_hitters is not None:
@@ -116,8 +114,7 @@ class BoundedStore:
     def accounting(self) -> dict[str, Int64[Tensor, "batch kv_heads"]]:
         """Where the tokens of every row and kv head are; `seen` is the sum of the others."""
         kept = self.far.kept
-        numbers = [max(self.seen - first, 0) for first in self.first]
-        gone = [self.schedule.gone(step) for step in self.steps]
+        numbers, gone = [max(self.seen - first, 0) for first in self.rows.first], self.rows.gone
         sinks = [min(number, self.bounds.sinks) for number in numbers]
         window = [max(number - left, 0) for number, left in zip(numbers, gone, strict=True)]
 
@@ -176,7 +173,7 @@ class BoundedStore:
             elif self.tokens.sinks is not None:
                 self.tokens.sinks.write(*current, start + begin)
             if asked is not None:
-                first = self._visible_from(start + begin)
+                first = self.rows.visible_from(start + begin)
                 segments = self.tokens.segments(first, start if exact else start + end)
                 since = max(first - start, 0)
                 if exact and since < end:
@@ -208,19 +205,12 @@ class BoundedStore:
             segment.keys.decode_into(out[0][:, :, place])
             segment.values.decode_into(out[1][:, :, place])
         if tokens.sinks is not None and tokens.sinks.tensors is not None:
-            for row, first in enumerate(self.first):
+            for row, first in enumerate(self.rows.first):
                 held = min(max(self.seen - first, 0), sinks)
                 place = max(columns - (self.seen - first), 0)
                 for states, exact in zip(out, tokens.sinks.tensors, strict=True):
                     states[row, :, place : place + held] = exact[row, :, :held]
         return out[0], out[1]
-
-    def can_crop(self, length: int) -> bool:
-        """Whether everything is there that a query at column `length` would have seen."""
-        return all(
-            self.schedule.gone(step) <= self.schedule.gone(self.schedule.step(length - first))
-            for first, step in zip(self.first, self.steps, strict=True)
-        )
 
     def crop(self, length: int) -> None:
         """Forget the columns from `length` on, and the weight that their queries gave to others."""
@@ -242,20 +232,21 @@ class BoundedStore:
 
     def snapshot(self) -> BoundedSnapshot:
         """The store as it is, good until the next forward but one."""
-        return BoundedSnapshot(self.tokens.snapshot(), list(self.steps), copy.copy(self.mass), self.far.snapshot())
+        return BoundedSnapshot(
+            self.tokens.snapshot(), list(self.rows.steps), copy.copy(self.mass), self.far.snapshot()
+        )
 
     def go_back_to(self, snapshot: BoundedSnapshot) -> None:
         """Be what the store was when the snapshot was taken."""
         self._tentative = []
         self.tokens.go_back_to(snapshot.tokens)
-        self.steps, self.mass, self.far = list(snapshot.steps), snapshot.mass, snapshot.far
+        self.rows.steps, self.mass, self.far = list(snapshot.steps), snapshot.mass, snapshot.far
 
     def select_rows(self, rows: Integer[Tensor, " kept"]) -> None:
         """Keep these rows, in this order, with all that is known of them."""
         self.settle(self.seen)
-        numbers = rows.tolist()
         self.tokens.select_rows(rows)
-        self.first, self.steps = ([x[row] for row in numbers] for x in (self.first, self.steps))
+        self.rows.select_rows(rows.tolist())
         self.far.select_rows(rows)
         if self.mass is not None:
             self.mass.map(lambda tensor: tensor[rows.to(tensor.device)])
@@ -279,34 +270,25 @@ class BoundedStore:
         starts = set(range(0, tokens, PIECE))
         if self.bounds.has_far_field:
             block = self.bounds.block
-            for first in set(self.first):
-                starts.update(range((self.schedule.first_query(0) + first - start) % block, tokens, block))
+            for first in set(self.rows.first):
+                starts.update(range((self.rows.schedule.first_query(0) + first - start) % block, tokens, block))
         starts = sorted(starts)
         yield from zip(starts, [*starts[1:], tokens], strict=True)
 
-    def _visible_from(self, column: int) -> int:
-        """The oldest column, sinks aside, that a query at `column` or later sees in some row."""
-        if not self.bounds.has_far_field:
-            return max(column - self.bounds.window + 1, min(self.first) + self.bounds.sinks)
-        return min(first + self.schedule.gone(step) for first, step in zip(self.first, self.steps, strict=True))
-
     def _step_to(self, column: int) -> None:
         """Let leave what the query at `column` does not see."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for row, first in enumerate(self.first):
-            if self.steps[row] < self.schedule.step(column - first):
-                groups.setdefault((first, self.steps[row]), []).append(row)
+        schedule, groups = self.rows.schedule, self.rows.due(column)
         for (first, step), rows in groups.items():
-            target = self.schedule.step(column - first)
+            target = schedule.step(column - first)
             if self.bounds.has_far_field or self.hooks:
                 for next_step in range(step + 1, target + 1):
                     self._fade(rows)
                     if next_step > 0:
-                        self._let_leave(rows, first, self.schedule.gone(next_step - 1))
+                        self._let_leave(rows, first, schedule.gone(next_step - 1))
             for row in rows:
-                self.steps[row] = target
+                self.rows.steps[row] = target
         if groups:
-            before = min(first + self.schedule.gone(step) for first, step in zip(self.first, self.steps, strict=True))
+            before = min(self.rows.held_from)
             self.tokens.drop_before(before)
             if self.mass is not None:
                 self.mass.drop_before(before)
@@ -345,13 +327,13 @@ class BoundedStore:
 
     def _attend(self, asked: Asked, segments: list[Segment], first: int, *, tentative: bool) -> Tensor:
         query, scoring, column = asked.query, asked.scoring, asked.column
-        queries, oldest = query.shape[3], self._oldest()
+        queries, oldest = query.shape[3], self.rows.oldest()
         parts, window_logits = [], []
         if self.tokens.sinks is not None and (sinks := self.tokens.sinks.states(column + queries)) is not None:
             parts.append(sinks.attend(self._nearer(query, oldest), Visibility(column, queries), scoring))
         # Columns count from the oldest visible one on, so that masks do not grow with the stream.
         window = None if self.bounds.has_far_field else self.bounds.window
-        visibility = Visibility(column - first, queries, window, self._real(first, column + queries))
+        visibility = Visibility(column - first, queries, window, self.rows.real(first, column + queries))
         for segment in segments:
             logits = None
             if self.mass is not None:
@@ -369,7 +351,7 @@ class BoundedStore:
         whole = merge(parts)
         weights = kept = None
         if self.mass is not None:
-            real = self._real_queries(column, queries)
+            real = self.rows.real_queries(column, queries)
             weights = weights_of(window_logits, whole.lse, real)
             kept = None if kept_logits is None else weights_of([kept_logits], whole.lse, real)
         begin = segments[0].first if segments else column + queries
@@ -381,38 +363,13 @@ class BoundedStore:
 
     def _observe(self, column: int, query: Query) -> None:
         if self.far.bank is not None:
-            self.far.bank.observe(query, self._real_queries(column, query.shape[3]))
-
-    def _oldest(self) -> Tensor | None:
-        """For each row the position that no key may stand before, seen from the last query of this step; None while no key does."""
-        if self.bounds.longest is None or self.bounds.rope is None:
-            return None
-        oldest = [self.schedule.last_query(step) - self.bounds.longest for step in self.steps]
-        return torch.tensor(oldest, device=self.tokens.device) if max(oldest) > 0 else None
+            self.far.bank.observe(query, self.rows.real_queries(column, query.shape[3]))
 
     def _nearer(self, query: Query, oldest: Tensor | None) -> Query:
         """Queries for the sinks: to turn the query back is to move all sinks ahead by as much, and costs no code."""
         if oldest is None or self.bounds.rope is None:
             return query
         return self.bounds.rope.rotate(query, -oldest.clamp(min=0)[:, None, None, None])
-
-    def _real(self, first: int, end: int) -> Tensor | None:
-        """Which of the columns `first` to `end` stand for a token of the window, row by row; None if all do."""
-        if self.bounds.has_far_field:
-            since = [row + self.schedule.gone(step) for row, step in zip(self.first, self.steps, strict=True)]
-        else:
-            since = [row + self.bounds.sinks for row in self.first]
-        if max(since) <= first or end <= first:
-            return None
-        columns = torch.arange(first, min(max(since), end), device=self.tokens.device)
-        return columns >= torch.tensor(since, device=columns.device)[:, None]
-
-    def _real_queries(self, column: int, queries: int) -> Tensor | None:
-        """Which queries are tokens of their row; None if all are."""
-        if column >= max(self.first):
-            return None
-        columns = torch.arange(column, column + queries, device=self.tokens.device)
-        return columns >= torch.tensor(self.first, device=columns.device)[:, None]
 
     def _add_mass(self, first: int, window: Tensor, kept: Tensor | None) -> None:
         """Add weights of columns `first` and on, and of the kept tokens."""

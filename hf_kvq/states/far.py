@@ -67,11 +67,6 @@ class FarStore:
         twin.bank = copy.copy(self.bank)
         return twin
 
-    def forget(self, rows: list[int], tokens: int) -> None:
-        """Count tokens that are gone for good."""
-        self.forgotten = self.forgotten.clone()
-        self.forgotten[rows] += tokens
-
     def take_in(
         self,
         rows: Int[Tensor, " rows"],
@@ -146,7 +141,9 @@ class FarStore:
     def _let_go(self, rows: Tensor, keys: Operand, values: Operand, places: Tensor) -> Mapping[str, Any] | None:
         """Merge tokens if there are clusters, and forget them otherwise."""
         if self.bank is None:
-            self.forget(rows.tolist(), places.shape[2])
+            self.forgotten = self.forgotten.index_add(
+                0, rows.cpu(), torch.full((len(rows), self.forgotten.shape[1]), places.shape[2])
+            )
             return None
         wide = torch.promote_types(self.dtype, torch.float32)
         valid = torch.ones_like(places, dtype=torch.bool)
