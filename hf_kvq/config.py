@@ -21,6 +21,7 @@ __all__ = [
     "IdentityConfig",
     "LayerQuant",
     "QuantConfig",
+    "RotatedConfig",
     "resolve_scheme",
 ]
 
@@ -64,9 +65,37 @@ class AffineConfig:
             raise ValueError("mode 'int4' needs granularity 'per_token', got 'per_update'; leave granularity out")
 
 
-CodecConfig = IdentityConfig | AffineConfig
+@dataclass(frozen=True, kw_only=True)
+class RotatedConfig:
+    """Low-bit codes in a basis of each head's own, which the first tokens teach; until then they are kept exactly.
+
+    Attributes:
+        bits: 8, 6, 5, 4, 3 or 2 for all channels, or bits of equal tiers of channels, the weightiest ones first: (6, 4, 3, 3) are 4 bits on average. A head_dim
+            that tiers do not fit (80) takes their mean for all channels.
+    """
+
+    kind: Literal["rotated"] = "rotated"
+    bits: int | tuple[int, ...] = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int):
+            object.__setattr__(self, "bits", tuple(self.bits))
+        known = (8, 6, 5, 4, 3, 2)
+        allowed = known if isinstance(self.bits, int) else (*known, 1)
+        if not self.tiers or any(isinstance(each, bool) or each not in allowed for each in self.tiers):
+            raise ValueError(
+                f"bits must be one of {', '.join(map(str, known))}, or a tuple of them (and 1), got {self.bits!r}"
+            )
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """`bits` of each tier."""
+        return (self.bits,) if isinstance(self.bits, int) else self.bits
+
+
+CodecConfig = IdentityConfig | AffineConfig | RotatedConfig
 _CODEC_CONFIGS: Mapping[str, type[CodecConfig]] = MappingProxyType(
-    {"identity": IdentityConfig, "affine": AffineConfig}
+    {"identity": IdentityConfig, "affine": AffineConfig, "rotated": RotatedConfig}
 )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 __all__ = ["Rope", "position_dtype"]
@@ -54,7 +54,7 @@ class Rope:
 
     def pool(self, states: Float[Tensor, "*axes head_dim"]) -> Float[Tensor, "*axes head_dim"]:
         """The mean over the two channels of each pair, in both of them; squares pooled so are the same before and after `rotate`."""
-        first, second, rest = self._split(states)
+        first, second, rest = self.split(states)
         return self.spread((first + second) / 2, rest)
 
     def rotate(
@@ -75,18 +75,24 @@ class Rope:
                 f"build the Rope with this layer's head_dim"
             )
         wide = torch.promote_types(states.dtype, torch.float32)
-        frequencies = self.frequencies(states.device)
-        by = torch.as_tensor(by, device=states.device).to(frequencies.dtype)
-        angles = by[..., None] * frequencies
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-        first, second, _ = self._split(states.to(wide))
+        by = torch.as_tensor(by, device=states.device)
+        cos, sin = self.waves(by, wide)
+        first, second, _ = self.split(states.to(wide))
         out = states.clone()
-        turned_first, turned_second, _ = self._split(out)
+        turned_first, turned_second, _ = self.split(out)
         turned_first.copy_(first * cos - second * sin)
         turned_second.copy_(second * cos + first * sin)
         return out
 
-    def _split(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def waves(
+        self, positions: Shaped[Tensor, "*axes"], dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "*axes pairs"], Float[Tensor, "*axes pairs"]]:
+        """Cosine and sine of the angle of each pair at positions, integers or not, rounded to `dtype`."""
+        frequencies = self.frequencies(positions.device)
+        angles = positions.to(frequencies.dtype)[..., None] * frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def split(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views: the first channels of all pairs, the second ones, and the channels that are never turned."""
         half = len(self.inv_freq)
         rest = states[..., 2 * half :]

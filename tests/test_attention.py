@@ -371,10 +371,9 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_step_makes_no_tensor_of_the_caches_length(compiled, monkeypatch):
     from hf_kvq.kernels import TiledKernel
-    from hf_kvq.states import view
 
     if not compiled:
-        monkeypatch.setattr(view, "kernels_for", lambda device: (TiledKernel(),))
+        monkeypatch.setattr("hf_kvq.kernels.kernels_for", lambda device: (TiledKernel(),))
     model = fused(tiny_llama(layers=1, max_position_embeddings=8192))
     found = []
     for context in (1500, 3000, 6000):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_kvq.kernels.base import (
     HIDDEN,
+    Bias,
     Kernel,
     Logits,
     Operand,
@@ -28,6 +29,7 @@ from hf_kvq.packing import Layout
 __all__ = [
     "FEW",
     "HIDDEN",
+    "Bias",
     "Kernel",
     "Logits",
     "Operand",
@@ -36,6 +38,7 @@ __all__ = [
     "Scoring",
     "TiledKernel",
     "Visibility",
+    "attend",
     "attend_exact",
     "attend_few",
     "compute_dtype",
@@ -81,3 +84,31 @@ def kernels_for(device_type: str) -> tuple[Kernel, ...]:
         else:
             compiled.append(NumbaDecodeKernel())
     return (*compiled, TiledKernel())
+
+
+def attend(
+    query: Query,
+    keys: Operand,
+    values: Operand,
+    first_column: int,
+    visibility: Visibility,
+    scoring: Scoring,
+    logits: Logits | None = None,
+) -> Partial:
+    """Attention over tokens as they are stored, by the first kernel that takes them; see `Kernel.attend`.
+
+    Codes in a basis stay in it where there are few queries: each query goes into the basis, and the output comes out of it, once. Many queries share what it takes to
+    bring a tile of states out.
+    """
+    bias, output_basis = None, None
+    if query.shape[2] * query.shape[3] <= keys.dim:
+        wide = compute_dtype(query.dtype)
+        if keys.basis is not None:
+            query = query.to(wide)
+            bias = keys.basis.bias(query).contiguous()
+            query, keys = keys.basis.query(query), keys.in_basis()
+        if values.basis is not None:
+            output_basis, values = values.basis, values.in_basis()
+    kernel = next(k for k in kernels_for(query.device.type) if k.supports(query, keys, values, visibility))
+    part = kernel.attend(query, keys, values, first_column, visibility, scoring, logits, bias)
+    return part if output_basis is None else part._replace(output=output_basis.output(part.output))

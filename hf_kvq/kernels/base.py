@@ -16,16 +16,31 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hf_kvq.basis import PlacedBasis
 from hf_kvq.kernels.visibility import Visibility
-from hf_kvq.packing import Layout
+from hf_kvq.packing import Grid, Layout
 
-__all__ = ["HIDDEN", "Kernel", "Logits", "Operand", "Partial", "Scoring", "compute_dtype", "merge", "zero_logit"]
+__all__ = [
+    "HIDDEN",
+    "Bias",
+    "Kernel",
+    "Logits",
+    "Operand",
+    "Partial",
+    "Scoring",
+    "compute_dtype",
+    "merge",
+    "zero_logit",
+]
 
 Query = Float[Tensor, "batch kv_heads groups queries key_dim"]
 """Query heads that share a kv head stand together: head `h * groups + g` is `[:, h, g]`."""
 
 Logits = Float[Tensor, "batch kv_heads groups queries tokens"]
 """Contiguous, in `compute_dtype` of the query's dtype."""
+
+Bias = Float[Tensor, "batch kv_heads groups queries tokens"]
+"""What is added to the dot products, before they are scaled."""
 
 HIDDEN = -1e30
 """A logit that takes no weight and gives no NaN."""
@@ -54,13 +69,17 @@ class Operand:
         layout: What a kernel that reads codes must know.
         parts: Named tensors with the token axis at dimension 2: `codes`, and `scale` where the layout has one.
         dim: Channels of a state.
-        decoder: Writes the states that parts stand for into a tensor, in its dtype.
+        decoder: Writes the states that parts stand for into a tensor, in its dtype; where they are coded in a basis, those in the basis.
+        grid: How codes lie where the layout is "grid".
+        basis: In which the states are coded, if they are.
     """
 
     layout: Layout
     parts: Mapping[str, Tensor]
     dim: int
     decoder: Callable[[Mapping[str, Tensor], Tensor], None]
+    grid: Grid | None = None
+    basis: PlacedBasis | None = None
 
     @property
     def tokens(self) -> int:
@@ -68,7 +87,8 @@ class Operand:
 
     def slice(self, first: int, end: int) -> Operand:
         """Tokens `first` to `end`, without a copy."""
-        return replace(self, parts={name: part[:, :, first:end] for name, part in self.parts.items()})
+        parts = {name: part[:, :, first:end] for name, part in self.parts.items()}
+        return replace(self, parts=parts, basis=None if self.basis is None else self.basis.slice(first, end))
 
     def of_rows(self, rows: Int[Tensor, " rows"]) -> Operand:
         """Some rows, as a copy; float8 is indexed as bytes."""
@@ -78,7 +98,12 @@ class Operand:
                 name: part.view(torch.uint8)[rows].view(part.dtype) if part.dtype.itemsize == 1 else part[rows]
                 for name, part in self.parts.items()
             },
+            basis=None if self.basis is None else self.basis.of_rows(rows),
         )
+
+    def in_basis(self) -> Operand:
+        """The states as they are in their basis."""
+        return replace(self, basis=None)
 
     def decode(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads tokens dim"]:
         """The states as a new tensor."""
@@ -89,7 +114,12 @@ class Operand:
 
     def decode_into(self, out: Float[Tensor, "batch kv_heads tokens dim"]) -> None:
         """Write the states into `out`."""
-        self.decoder(self.parts, out)
+        if self.basis is None:
+            self.decoder(self.parts, out)
+            return
+        wide = torch.empty_like(out, dtype=compute_dtype(out.dtype))
+        self.decoder(self.parts, wide)
+        out.copy_(self.basis.restore(wide))
 
 
 class Kernel(ABC):
@@ -111,8 +141,11 @@ class Kernel(ABC):
         visibility: Visibility,
         scoring: Scoring,
         logits: Logits | None = None,
+        bias: Bias | None = None,
     ) -> Partial:
         """Attention of the queries over these tokens alone, accumulated over tokens in `compute_dtype` of the query's dtype.
+
+        A compiled kernel reads states as they are in their basis; `kernels.attend` sees to that.
 
         Args:
             query: Queries, unscaled.
@@ -123,6 +156,7 @@ class Kernel(ABC):
             scoring: Scaling and softcap.
             logits: Filled with the logits where given, below `HIDDEN` / 2 where a query does not see: with the `lse` of all parts they say what
                 weight each token has, without reading a code again.
+            bias: Contiguous, in `compute_dtype` of the query's dtype; added to the dot products before they are scaled.
         """
 
 

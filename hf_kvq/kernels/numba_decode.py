@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from hf_kvq.kernels.base import Kernel, Logits, Operand, Partial, Query, Scoring
+from hf_kvq.kernels.base import Bias, Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.numba_memory import memory, pointer, prefetch
 from hf_kvq.kernels.visibility import Visibility
 
@@ -47,6 +47,8 @@ class NumbaDecodeKernel(Kernel):
             query.shape[3] == 1
             and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and keys.layout in _LAYOUTS
+            and keys.basis is None
+            and values.basis is None
             and values.layout in _LAYOUTS
             and visibility.for_one_query(0, 1)[0]
         )
@@ -60,6 +62,7 @@ class NumbaDecodeKernel(Kernel):
         visibility: Visibility,
         scoring: Scoring,
         logits: Logits | None = None,
+        bias: Bias | None = None,
     ) -> Partial:
         batch, kv_heads, groups, _, dim = query.shape
         rows = query.to(torch.float32).contiguous()

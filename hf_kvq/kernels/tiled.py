@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_kvq.kernels.base import HIDDEN, Kernel, Logits, Operand, Partial, Query, Scoring, compute_dtype
+from hf_kvq.kernels.base import HIDDEN, Bias, Kernel, Logits, Operand, Partial, Query, Scoring, compute_dtype
 from hf_kvq.kernels.visibility import Visibility
 
 __all__ = ["SCORES", "TILE", "TiledKernel"]
@@ -40,6 +40,7 @@ class TiledKernel(Kernel):
         visibility: Visibility,
         scoring: Scoring,
         logits: Logits | None = None,
+        bias: Bias | None = None,
     ) -> Partial:
         batch, kv_heads, groups, queries, dim = query.shape
         dtype = compute_dtype(query.dtype)
@@ -60,6 +61,7 @@ class TiledKernel(Kernel):
                 scores = _scores(
                     rows, keys.slice(column - first_column, stop - first_column), scratch, visibility, scoring, batch,
                     (begin, end, column, stop),
+                    None if bias is None else bias[:, :, :, begin:end, column - first_column : stop - first_column],
                 )  # fmt: skip
                 if logits is not None:
                     shown = logits[:, :, :, begin:end, column - first_column : stop - first_column]
@@ -117,12 +119,14 @@ class _Running:
 
 def _scores(
     rows: Tensor, keys: Operand, scratch: _Scratch, visibility: Visibility, scoring: Scoring, batch: int,
-    place: tuple[int, int, int, int],
+    place: tuple[int, int, int, int], bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Logits of one tile, -inf where a query does not see."""
     begin, end, column, stop = place
     scores = scratch.scores(rows.shape[1], keys.tokens)
     torch.bmm(rows, scratch.states(keys).transpose(1, 2), out=scores)
+    if bias is not None:
+        scores.view(bias.shape).add_(bias)
     scores.mul_(scoring.scaling)
     if scoring.softcap is not None:
         scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)

@@ -20,7 +20,7 @@ import triton.language as tl
 from jaxtyping import Bool
 from torch import Tensor
 
-from hf_kvq.kernels.base import Kernel, Logits, Operand, Partial, Query, Scoring
+from hf_kvq.kernels.base import Bias, Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.visibility import Visibility
 
 __all__ = ["TritonDecodeKernel"]
@@ -58,6 +58,8 @@ class TritonDecodeKernel(Kernel):
             and query.shape[3] == 1
             and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and keys.layout in _LAYOUTS
+            and keys.basis is None
+            and values.basis is None
             and values.layout in _LAYOUTS
             and max(keys.dim, values.dim) <= WIDEST
             and visibility.for_one_query(0, 1)[0]
@@ -72,6 +74,7 @@ class TritonDecodeKernel(Kernel):
         visibility: Visibility,
         scoring: Scoring,
         logits: Logits | None = None,
+        bias: Bias | None = None,
     ) -> Partial:
         batch, kv_heads, groups, _, _ = query.shape
         _, visible = visibility.for_one_query(first_column, keys.tokens)

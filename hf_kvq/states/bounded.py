@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_kvq.config import LayerQuant
 from hf_kvq.far_field import EvictedBlock
-from hf_kvq.kernels import Operand, Query, Visibility, compute_dtype, kernels_for, merge, zero_logit
+from hf_kvq.kernels import Operand, Query, Visibility, attend, compute_dtype, merge, zero_logit
 from hf_kvq.states.bounds import Asked, Bounds, HookError
 from hf_kvq.states.far import FarStore
 from hf_kvq.states.mass import Tentative, WindowMass, weights_of
@@ -340,8 +340,7 @@ class BoundedStore:
                 logits = query.new_empty(*query.shape[:4], segment.keys.tokens, dtype=compute_dtype(query.dtype))
                 window_logits.append(logits)
             keys, values, place = segment.keys, segment.values, segment.first - first
-            kernel = next(k for k in kernels_for(query.device.type) if k.supports(query, keys, values, visibility))
-            parts.append(kernel.attend(query, keys, values, place, visibility, scoring, logits))
+            parts.append(attend(query, keys, values, place, visibility, scoring, logits))
         if not tentative:
             self._observe(column, query)
         far_parts, kept_logits = self.far.attend(query, scoring, oldest)

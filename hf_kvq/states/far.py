@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from hf_kvq.far_field import Bank, KeptTokens, make_bank
-from hf_kvq.kernels import Operand, Partial, Query, Scoring, Visibility, compute_dtype, kernels_for
+from hf_kvq.kernels import Operand, Partial, Query, Scoring, Visibility, attend, compute_dtype
 from hf_kvq.states.bounds import Bounds
 from hf_kvq.states.store import StateShape
 from hf_kvq.states.view import copy_states
@@ -164,8 +164,7 @@ class FarStore:
                 moved = rope.rotate(keys.decode(compute_dtype(query.dtype)), behind)
                 keys = Operand("states", {"codes": moved}, keys.dim, copy_states)
         visibility = Visibility(kept.most, query.shape[3], real=kept.shown())
-        kernel = next(k for k in kernels_for(query.device.type) if k.supports(query, keys, values, visibility))
-        return kernel.attend(query, keys, values, 0, visibility, scoring, logits)
+        return attend(query, keys, values, 0, visibility, scoring, logits)
 
 
 def _joined(keys: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:

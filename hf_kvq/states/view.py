@@ -18,9 +18,9 @@ from hf_kvq.kernels import (
     Partial,
     Scoring,
     Visibility,
+    attend,
     attend_exact,
     attend_few,
-    kernels_for,
     merge,
     zero_logit,
 )
@@ -162,18 +162,16 @@ class StoreView:
             keys, values = only.keys.parts["codes"], only.values.parts["codes"]
             output = attend_exact(grouped, keys, values, only.first, visibility, scaling)
             return output.reshape(batch, heads, queries, -1)
-        scoring, kernels = Scoring(scaling, softcap), kernels_for(query.device.type)
+        scoring = Scoring(scaling, softcap)
         parts = []
         if self.sinks is not None:
             parts.append(self.sinks.attend(grouped, visibility, scoring))
             hidden = self.sinks.hidden(self.segments[0].first) if self.segments else None
             visibility = visibility if hidden is None else visibility.hiding(hidden)
-        for segment in self.segments:
-            for kernel in kernels:
-                if kernel.supports(grouped, segment.keys, segment.values, visibility):
-                    part = kernel.attend(grouped, segment.keys, segment.values, segment.first, visibility, scoring)
-                    parts.append(part)
-                    break
+        parts += [
+            attend(grouped, segment.keys, segment.values, segment.first, visibility, scoring)
+            for segment in self.segments
+        ]
         if sink_logits is not None:
             parts.append(zero_logit(parts[0], sink_logits.view(kv_heads, -1)))
         return merge(parts).output.reshape(batch, heads, queries, -1).to(query.dtype)

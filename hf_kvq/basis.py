@@ -1,0 +1,306 @@
+"""The basis in which the keys, or the values, of one head are coded: shifted, balanced and turned, so that few bits lose little.
+
+For keys x at position t, with R(t) their rotary embedding: `z = H P Lambda (x - R(t) m)`.
+
+- m: the mean before RoPE, where a bias of the key projection lives. `R(t) m` needs no storage, and what it adds to a score depends on the query and the
+  position alone.
+- Lambda: one gain for both channels of a pair, so that it commutes with R(t); `sqrt(sqrt(w) / E)` for queries of energy w and keys of energy E makes the error of a
+  score least where every channel of z has the same error (the optimum of w / gain^2 summed, times E^2 gain^2 summed).
+- P: channels in the order of what they weigh in a score, where tiers of them get more or fewer bits.
+- H: an orthonormal Hadamard matrix within each tier (QuaRot, arXiv:2404.00456), after which the channels are close to normally distributed. Sizes that
+  are no power of two: the Kronecker product with a cosine transform of the odd factor.
+
+Values are shifted by their mean and turned by H. Reading never leaves the basis: `q . x = (H P Lambda^-1 q) . z + q . R(t) m`, and the weighted sum of the values is
+turned back once. Whatever m, Lambda, P or R are, the round trip is exact algebra: a wrong one costs quality alone.
+Departs from QuaRot, KVQuant (arXiv:2401.18079) and KIVI: the basis is each head's own, learned from the first tokens, and then fixed; a token is coded alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import scipy.fft
+import scipy.linalg
+import torch
+from jaxtyping import Float, Int, Int8, Shaped, UInt8
+from torch import Tensor
+
+from hf_kvq.packing import BEST_SCALES, scale_bytes, scale_of
+from hf_kvq.rope import Rope
+
+__all__ = ["Basis", "PlacedBasis", "fit_basis", "hadamard"]
+
+BLOCK = 64
+"""Positions that share one turn of the query in the score of the mean."""
+
+_LEAST_ENERGY = 1e-4
+"""Of a pair, in its head's mean: a channel that was silent so far may speak later."""
+
+_LEAST_QUERY = 1e-3
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Bases of all rows and heads of one layer. Small tensors in bytes, since they count like codes.
+
+    Attributes:
+        mean: The shift times its gain, `[batch, kv_heads, dim]`, as a multiple of `mean_scale`.
+        mean_scale: `[batch, kv_heads, 1]`, a byte as `packing.scale_of` reads it.
+        gain: `[batch, kv_heads, units]`, likewise. A unit is a pair where RoPE turns all channels, a channel where it does not, everything where there is one.
+        order: `[batch, kv_heads, units]`: which unit stands first, second...; None where they stay.
+        tiers: Equal runs of channels that are turned each by itself.
+        rope: How the model turned the states; None where it did not.
+    """
+
+    mean: Int8[Tensor, "batch kv_heads dim"]
+    mean_scale: UInt8[Tensor, "batch kv_heads one"]
+    gain: UInt8[Tensor, "batch kv_heads units"]
+    order: Int[Tensor, "batch kv_heads units"] | None
+    tiers: int
+    rope: Rope | None
+
+    @property
+    def dim(self) -> int:
+        return self.mean.shape[2]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What it takes to keep, by name."""
+        tensors = {"mean": self.mean, "mean_scale": self.mean_scale, "gain": self.gain}
+        return tensors if self.order is None else tensors | {"order": self.order}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Basis:
+        """The same with every tensor replaced by `move(tensor)`."""
+        return replace(self, **{name: move(tensor) for name, tensor in self.tensors.items()})
+
+    def at(self, positions: int | Int[Tensor, "batch kv_heads tokens"], tokens: int) -> PlacedBasis:
+        """For states at consecutive positions from a number on, or at positions of each head's own."""
+        return PlacedBasis(self, positions, tokens)
+
+    def gains(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads dim"]:
+        """The gain of each channel."""
+        gain = scale_of(self.gain, dtype)
+        if gain.shape[2] in (1, self.dim):
+            return gain.expand(-1, -1, self.dim)
+        assert self.rope is not None
+        return self.rope.spread(gain, gain[..., :0])
+
+    def means(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads dim"]:
+        """The shift, before RoPE."""
+        return self.mean.to(dtype) * (scale_of(self.mean_scale, dtype) / self.gains(dtype))
+
+    def spread(self, states: Float[Tensor, "batch kv_heads *axes dim"]) -> Float[Tensor, "batch kv_heads *axes dim"]:
+        """Channels into their order, and turned within their tiers: H P."""
+        if (order := self._channels()) is not None:
+            states = states.gather(-1, _like(order, states).expand(states.shape))
+        return self._turned(states, inverse=False)
+
+    def gathered(self, states: Float[Tensor, "batch kv_heads *axes dim"]) -> Float[Tensor, "batch kv_heads *axes dim"]:
+        """What `spread` took."""
+        states = self._turned(states, inverse=True)
+        if (order := self._channels()) is None:
+            return states
+        return torch.empty_like(states).scatter_(-1, _like(order, states).expand(states.shape), states)
+
+    def _turned(self, states: Tensor, *, inverse: bool) -> Tensor:
+        matrix = hadamard(self.dim // self.tiers, states.dtype, states.device)
+        matrix = matrix if inverse else matrix.T
+        return (states.unflatten(-1, (self.tiers, -1)) @ matrix).flatten(-2)
+
+    def _channels(self) -> Tensor | None:
+        """`order` by channel."""
+        if self.order is None or self.order.shape[2] == self.dim:
+            return None if self.order is None else self.order.long()
+        assert self.rope is not None
+        first = self.order.long()
+        pair = (2 * first, 2 * first + 1) if self.rope.interleaved else (first, first + self.order.shape[2])
+        return torch.stack(pair, dim=-1).flatten(-2)
+
+
+@dataclass(frozen=True)
+class PlacedBasis:
+    """A basis, and the positions of the states that are coded in it.
+
+    Attributes:
+        basis: The basis.
+        positions: Of the first state, the others following; or of every state in every head.
+        tokens: How many there are.
+    """
+
+    basis: Basis
+    positions: int | Int[Tensor, "batch kv_heads tokens"]
+    tokens: int
+
+    def slice(self, first: int, end: int) -> PlacedBasis:
+        """For tokens `first` to `end` of these."""
+        consecutive = isinstance(self.positions, int)
+        positions = self.positions + first if consecutive else self.positions[:, :, first:end]
+        return replace(self, positions=positions, tokens=end - first)
+
+    def of_rows(self, rows: Int[Tensor, " rows"]) -> PlacedBasis:
+        """For some rows."""
+        positions = self.positions if isinstance(self.positions, int) else self.positions[rows]
+        return replace(self, basis=self.basis.map(lambda tensor: tensor[rows]), positions=positions)
+
+    def code(self, states: Float[Tensor, "batch kv_heads tokens dim"]) -> Float[Tensor, "batch kv_heads tokens dim"]:
+        """States in the basis."""
+        basis = self.basis
+        return basis.spread((states - self._shift(states.dtype)) * basis.gains(states.dtype)[:, :, None])
+
+    def restore(self, coded: Float[Tensor, "batch kv_heads tokens dim"]) -> Float[Tensor, "batch kv_heads tokens dim"]:
+        """What `code` took."""
+        basis = self.basis
+        return basis.gathered(coded) / basis.gains(coded.dtype)[:, :, None] + self._shift(coded.dtype)
+
+    def query(
+        self, query: Float[Tensor, "batch kv_heads groups queries dim"]
+    ) -> Float[Tensor, "batch kv_heads groups queries dim"]:
+        """Queries for keys that stay in the basis; their scores lack `bias`."""
+        return self.basis.spread(query / self.basis.gains(query.dtype)[:, :, None, None])
+
+    def output(
+        self, output: Float[Tensor, "batch kv_heads groups queries dim"]
+    ) -> Float[Tensor, "batch kv_heads groups queries dim"]:
+        """The mean of values by weights that sum to one, from the mean of what they are in the basis; of values, which no RoPE turns."""
+        assert self.basis.rope is None
+        basis, dtype = self.basis, output.dtype
+        shift = basis.means(dtype)[:, :, None, None]
+        return basis.gathered(output) / basis.gains(dtype)[:, :, None, None] + shift
+
+    def bias(
+        self, query: Float[Tensor, "batch kv_heads groups queries dim"]
+    ) -> Float[Tensor, "batch kv_heads groups queries tokens"]:
+        """The scores of the queries, as they came, with the shift of every token: `q . R(t) m`."""
+        means, rope = self.basis.means(query.dtype)[:, :, None, None], self.basis.rope
+        if rope is None:
+            return (query * means).sum(dim=-1, keepdim=True).expand(*query.shape[:4], self.tokens)
+        q1, q2, q_rest = rope.split(query)
+        m1, m2, m_rest = rope.split(means)
+        # For a pair and an angle a: q . R(a) m = (q1 m1 + q2 m2) cos a + (q2 m1 - q1 m2) sin a.
+        even, odd = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
+        if isinstance(self.positions, int):
+            bias = _consecutive(even, odd, rope, self.positions, self.tokens)
+        else:
+            cos, sin = rope.waves(self.positions, query.dtype)
+            bias = torch.cat((even, odd), -1) @ torch.cat((cos, sin), -1).transpose(-1, -2)[:, :, None]
+        if q_rest.shape[-1]:
+            bias = bias + (q_rest * m_rest).sum(dim=-1, keepdim=True)
+        return bias
+
+    def _shift(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads tokens dim"]:
+        """R(t) m of every token."""
+        means, rope = self.basis.means(dtype)[:, :, None], self.basis.rope
+        if rope is None:
+            return means
+        positions = self.positions
+        if isinstance(positions, int):
+            positions = torch.arange(positions, positions + self.tokens, device=means.device)
+        return rope.rotate(means.expand(-1, -1, self.tokens, -1), positions)
+
+
+def fit_basis(
+    states: Float[Tensor, "batch kv_heads tokens dim"],
+    positions: Int[Tensor, "batch tokens"],
+    *,
+    bits: tuple[int, ...],
+    rope: Rope | None = None,
+    query_energy: Float[Tensor, "batch kv_heads dim"] | None = None,
+    balance: bool = True,
+) -> Basis:
+    """The basis of some tokens' states, computed in float64.
+
+    Args:
+        states: Keys as they are cached, or values.
+        positions: At which the keys were turned, up to a constant for each row.
+        bits: Of each tier; the gains make a scale of 1 the best for the tokens of average size.
+        rope: How they were turned.
+        query_energy: Mean square of the queries in each channel, pooled over pairs; None where no queries are known.
+        balance: Whether channels get gains of their own; for keys.
+    """
+    states = states.double()
+    dim, tiers = states.shape[3], len(bits)
+    before = states if rope is None else rope.rotate(states, -positions[:, None])
+    mean = before.mean(dim=2)
+    energy = (before - mean[:, :, None]).square().mean(dim=2)
+    if rope is not None:
+        energy = rope.pool(energy)
+    energy = energy.clamp(min=_LEAST_ENERGY * energy.mean(dim=-1, keepdim=True))
+    silent = energy == 0
+    energy = energy.masked_fill(silent, 1.0)
+    weight = torch.ones_like(energy)
+    if query_energy is not None and balance:
+        weight = query_energy.double()
+        weight = weight.clamp(min=_LEAST_QUERY * weight.mean(dim=-1, keepdim=True)).masked_fill(silent, 1.0)
+        weight = weight.masked_fill(weight == 0, 1.0)
+    gain = (weight.sqrt() / energy.sqrt()).sqrt() if balance else torch.ones_like(energy)
+    # A pair has two channels of one gain: where all channels are paired, one number for each pair is kept.
+    paired = rope is not None and rope.rotary_dim == dim
+    order = None
+    if tiers > 1:
+        importance = weight * energy
+        order = (rope.split(importance)[0] if paired else importance).argsort(dim=-1, descending=True, stable=True)
+        order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
+    draft = Basis(
+        mean=torch.zeros_like(mean, dtype=torch.int8), mean_scale=torch.zeros_like(mean[..., :1], dtype=torch.uint8),
+        gain=torch.zeros_like(mean[..., :1], dtype=torch.uint8), order=order, tiers=tiers, rope=rope,
+    )  # fmt: skip
+    gain = gain * _levelled(draft, gain, energy, bits)
+    units = gain[..., :1] if not balance else rope.split(gain)[0] if paired else gain
+    basis = replace(draft, gain=scale_bytes(units * 2 ** (-0.5 / 8)).clamp(min=1))
+    scaled = mean * basis.gains(torch.float64)
+    mean_scale = scale_bytes(scaled.abs().amax(dim=-1, keepdim=True) / 127)
+    step = scale_of(mean_scale, torch.float64)
+    coded = torch.where(step > 0, scaled / step.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return replace(basis, mean=coded.round().clamp(-127, 127).to(torch.int8), mean_scale=mean_scale)
+
+
+def _levelled(basis: Basis, gain: Tensor, energy: Tensor, bits: tuple[int, ...]) -> Tensor:
+    """The factor of each channel that makes the best scale of its tier 1."""
+    order = basis._channels()
+    spread = gain.square() * energy
+    by_tier = (spread if order is None else spread.gather(-1, order)).unflatten(-1, (basis.tiers, -1))
+    best = torch.tensor([BEST_SCALES[each] for each in bits], dtype=gain.dtype, device=gain.device)
+    factor = (1 / (by_tier.mean(dim=-1).sqrt() * best))[..., None].expand(by_tier.shape).flatten(-2)
+    return factor if order is None else torch.empty_like(factor).scatter_(-1, order, factor)
+
+
+def _consecutive(even: Tensor, odd: Tensor, rope: Rope, first: int, tokens: int) -> Tensor:
+    """Sums of `even cos(w t) + odd sin(w t)` over pairs for t = first and on: a turn for each block, then one product with a constant table."""
+    begin = first // BLOCK
+    blocks = (first + tokens - 1) // BLOCK - begin + 1
+    starts = torch.arange(begin, begin + blocks, device=even.device) * BLOCK
+    cos, sin = rope.waves(starts, even.dtype)
+    even, odd = even[..., None, :], odd[..., None, :]
+    turned = torch.cat((even * cos + odd * sin, odd * cos - even * sin), dim=-1)
+    table = _table(rope, even.dtype, even.device)
+    offset = first - begin * BLOCK
+    return (turned @ table).flatten(-2)[..., offset : offset + tokens]
+
+
+@lru_cache(maxsize=64)
+def _table(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Cosines and sines of the positions of a block, `[2 pairs, BLOCK]`."""
+    with torch.inference_mode(False):
+        return torch.cat(rope.waves(torch.arange(BLOCK, device=device), dtype), dim=-1).T.contiguous()
+
+
+@lru_cache(maxsize=64)
+def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Shaped[Tensor, "size size"]:
+    """An orthonormal matrix whose entries are of about the same magnitude: Hadamard's times a cosine transform of the odd factor of `size`."""
+    even = size & -size
+    odd = scipy.fft.dct(np.eye(size // even), axis=0, norm="ortho")
+    matrix = np.kron(scipy.linalg.hadamard(even) / even**0.5, odd)
+    with torch.inference_mode(False):
+        return torch.tensor(matrix, dtype=dtype, device=device)
+
+
+def _like(order: Tensor, states: Tensor) -> Tensor:
+    """`[batch, kv_heads, dim]` with the axes of `states`."""
+    return order.view(*order.shape[:2], *(1,) * (states.ndim - 3), order.shape[2])
