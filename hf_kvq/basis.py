@@ -144,6 +144,10 @@ class PlacedBasis:
         positions = self.positions + first if consecutive else self.positions[:, :, first:end]
         return replace(self, positions=positions, tokens=end - first)
 
+    def moved(self, positions: Int[Tensor, "batch kv_heads tokens"]) -> PlacedBasis:
+        """For states at positions of each head's own."""
+        return replace(self, positions=positions, tokens=positions.shape[2])
+
     def of_rows(self, rows: Int[Tensor, " rows"]) -> PlacedBasis:
         """For some rows."""
         positions = self.positions if isinstance(self.positions, int) else self.positions[rows]

@@ -112,7 +112,7 @@ class PerTokenAffineCodec(Codec):
         self.mode: Mode = mode
         self.layout = _LAYOUTS[mode]
 
-    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
+    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
         """`|x - decode(encode(x))| <= scale / 2` for every element in int8; relative 2^-4 in fp8, as its grid has it."""
         states = _wide(states)
         limit = INT8_MAX if self.mode == "int8" else FP8_MAX
@@ -133,7 +133,7 @@ class PerTokenInt4Codec(Codec):
 
     layout = "int4"
 
-    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
+    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
         """`|x - decode(encode(x))| <= scale / 2 + 2^-9 |x|` for every element: the scale is rounded to bfloat16.
 
         Raises:
@@ -168,7 +168,7 @@ class PerUpdateAffineCodec(Codec):
         self.mode: Mode = mode
         self.layout = _LAYOUTS[mode]
 
-    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
+    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
         states = _wide(states)
         scale = _scale(states.abs().amax(dim=(1, 2, 3), keepdim=True).float(), self.mode)
         codes = _round_to_codes(states, scale, self.mode)

@@ -1,19 +1,21 @@
 """What a codec is: states in, codes out, and back.
 
 Codes are a mapping of named tensors that all carry the token axis at dimension 2, so that a store can append, cut and
-reorder them without knowing what they mean. A codec writes the codes of a token once; nothing is ever encoded again.
+reorder them without knowing what they mean. A codec writes the codes of a token once; nothing is ever encoded again. A codec does not change: where it
+learns something from the first tokens, `fitted` makes another one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_kvq.packing import Layout
+from hf_kvq.basis import PlacedBasis
+from hf_kvq.packing import Grid, Layout
 
 __all__ = ["Codec", "Codes"]
 
@@ -33,9 +35,62 @@ class Codec(ABC):
     depends_on_chunks: bool = False
     """Whether the codes of a token depend on what else came in its update (a scale shared over tokens)."""
 
+    statistics: int = 0
+    """Tokens that are kept exactly until `fitted` has seen them; 0 for a codec that learns nothing."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it can encode."""
+        return True
+
+    def fitted(
+        self,
+        states: Float[Tensor, "batch kv_heads tokens head_dim"],
+        positions: Int[Tensor, "batch tokens"],
+        query_energy: Float[Tensor, "batch kv_heads head_dim"] | None,
+    ) -> Codec:
+        """The codec that has learned from a row's first tokens.
+
+        Args:
+            states: Exact ones.
+            positions: Their columns.
+            query_energy: Mean square of the queries of these tokens in each channel; None where no query is known.
+        """
+        return self
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What it has learned, by name; the rows of the batch come first."""
+        return {}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Codec:
+        """The codec that has learned this; what no tensors name, nothing."""
+        return self
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Codec:
+        """The codec with `move(tensor)` for each tensor that it has learned."""
+        return self.with_tensors({name: move(tensor) for name, tensor in self.tensors.items()})
+
+    def basis_at(self, positions: int | Int[Tensor, "batch kv_heads tokens"], tokens: int) -> PlacedBasis | None:
+        """In what basis the codes of tokens at these columns are; None if in none."""
+        return None
+
+    def grid_of(self, head_dim: int) -> Grid | None:
+        """How codes lie, where the layout is "grid"."""
+        return None
+
+    def bits_per_row(self, kv_heads: int, head_dim: int) -> int:
+        """Bits of what is learned of one row."""
+        return 0
+
     @abstractmethod
-    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
-        """Encode states whose elements are all finite."""
+    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
+        """Encode states whose elements are all finite.
+
+        Args:
+            states: Of consecutive tokens.
+            first: Column of the first one.
+        """
 
     @abstractmethod
     def decode_into(self, codes: Codes, out: Float[Tensor, "batch kv_heads tokens head_dim"]) -> None:

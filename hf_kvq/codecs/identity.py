@@ -16,7 +16,7 @@ class IdentityCodec(Codec):
 
     layout = "states"
 
-    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"]) -> Codes:
+    def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
         return {"codes": states}
 
     def decode_into(self, codes: Codes, out: Float[Tensor, "batch kv_heads tokens head_dim"]) -> None:

@@ -8,6 +8,7 @@ coded alone and at once, and attention reads the codes without leaving the basis
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -19,7 +20,10 @@ from hf_kvq.config import RotatedConfig
 from hf_kvq.packing import PLANES, SCALE_ONE, SCALE_STEPS, Grid, scale_bytes, scale_of
 from hf_kvq.rope import Rope
 
-__all__ = ["TRIALS", "RotatedCodec", "encode_grid", "grid_for"]
+__all__ = ["STATISTICS", "TRIALS", "RotatedCodec", "encode_grid", "grid_for"]
+
+STATISTICS = 128
+"""Tokens of a row that a basis is learned from."""
 
 TRIALS = 12
 """Scales that are tried for each group, from the one that reaches its largest element on downwards, an eighth of a power of two apart."""
@@ -35,6 +39,7 @@ class RotatedCodec(Codec):
     """
 
     layout = "grid"
+    statistics = STATISTICS
 
     def __init__(self, config: RotatedConfig, *, rope: Rope | None = None, balance: bool = False) -> None:
         self.bits = config.tiers
@@ -43,8 +48,12 @@ class RotatedCodec(Codec):
         self.basis: Basis | None = None
 
     @property
-    def awaits_basis(self) -> bool:
-        return self.basis is None
+    def is_fitted(self) -> bool:
+        return self.basis is not None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.basis is None else self.basis.tensors
 
     def fitted(
         self,
@@ -53,34 +62,24 @@ class RotatedCodec(Codec):
         query_energy: Float[Tensor, "batch kv_heads dim"] | None,
     ) -> RotatedCodec:
         """This codec with the basis of some states; see `fit_basis`."""
-        rope = self.rope if self.rope is not None and self.rope.rotary_dim <= states.shape[3] else None
         codec = copy.copy(self)
         codec.basis = fit_basis(
             states,
             positions,
             bits=grid_for(self.bits, states.shape[3]).bits,
-            rope=rope,
+            rope=self._rope(states.shape[3]),
             query_energy=query_energy if self.balance else None,
             balance=self.balance,
         )
         return codec
 
-    def with_basis(self, tensors: dict[str, Tensor] | None) -> RotatedCodec:
-        """This codec with the basis that these tensors hold; None for the one without."""
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> RotatedCodec:
         codec = copy.copy(self)
         codec.basis = None
-        if tensors is not None:
+        if tensors:
             dim = tensors["mean"].shape[2]
-            rope = self.rope if self.rope is not None and self.rope.rotary_dim <= dim else None
             tiers = len(grid_for(self.bits, dim).bits)
-            codec.basis = Basis(**{"order": None, **tensors}, tiers=tiers, rope=rope)
-        return codec
-
-    def map(self, move) -> RotatedCodec:
-        if self.basis is None:
-            return self
-        codec = copy.copy(self)
-        codec.basis = self.basis.map(move)
+            codec.basis = Basis(**{"order": None, **tensors}, tiers=tiers, rope=self._rope(dim))
         return codec
 
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
@@ -90,12 +89,12 @@ class RotatedCodec(Codec):
         codes, scale = encode_grid(coded, grid_for(self.bits, states.shape[3]))
         return {"codes": codes, "scale": scale}
 
-    def placed(self, positions: int | Tensor, tokens: int) -> PlacedBasis | None:
+    def basis_at(self, positions: int | Int[Tensor, "batch kv_heads tokens"], tokens: int) -> PlacedBasis:
         assert self.basis is not None, "a basis comes before codes"
         return self.basis.at(positions, tokens)
 
-    def grid(self, dim: int) -> Grid:
-        return grid_for(self.bits, dim)
+    def grid_of(self, head_dim: int) -> Grid:
+        return grid_for(self.bits, head_dim)
 
     def decode_into(self, codes: Codes, out: Float[Tensor, "batch kv_heads tokens head_dim"]) -> None:
         """The states in the basis; `PlacedBasis.restore` takes them out of it."""
@@ -107,11 +106,16 @@ class RotatedCodec(Codec):
 
     def bits_per_row(self, kv_heads: int, head_dim: int) -> int:
         """Bits of the basis of one row."""
-        paired = self.rope is not None and self.rope.rotary_dim == head_dim
+        rope = self._rope(head_dim)
+        paired = rope is not None and rope.rotary_dim == head_dim
         units = head_dim // 2 if paired else head_dim
         tiers = len(grid_for(self.bits, head_dim).bits)
         order = 0 if tiers == 1 else units * (8 if units <= 256 else 16)
         return kv_heads * (8 * (head_dim + 1 + (units if self.balance else 1)) + order)
+
+    def _rope(self, head_dim: int) -> Rope | None:
+        """The rotation, unless it is of another head_dim: then the mean is that after RoPE, and the round trip as exact."""
+        return self.rope if self.rope is not None and self.rope.rotary_dim <= head_dim else None
 
 
 def grid_for(bits: tuple[int, ...], dim: int) -> Grid:

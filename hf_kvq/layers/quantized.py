@@ -12,17 +12,58 @@ from functools import partial
 from typing import Literal
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from hf_kvq.codecs import make_codec
 from hf_kvq.config import LayerQuant
+from hf_kvq.kernels import Visibility
 from hf_kvq.layers.checks import check_states
 from hf_kvq.layers.coded import CodedLayer
 from hf_kvq.layers.live import LiveConfig
 from hf_kvq.layers.padding import RowPadding
+from hf_kvq.layers.rotary import rope_of_layer
 from hf_kvq.states import CodedStates, StateShape, StoreMark, StoreView, TokenStore
 
-__all__ = ["QuantizedLayer"]
+__all__ = ["AnnouncedView", "QuantizedLayer"]
+
+
+class AnnouncedView:
+    """Tokens that are stored when their queries come, since codecs learn from both. Good for one forward.
+
+    Attributes:
+        first: The oldest column that a query sees.
+        end: The column after the newest.
+        window: Columns that a query sees, itself included; None for all.
+        layer: Index of the layer, for errors.
+    """
+
+    def __init__(self, layer: QuantizedLayer, key_states: Tensor, value_states: Tensor) -> None:
+        self._layer = layer
+        self.states = key_states, value_states
+        self.layer = layer.index
+        self.end = layer.seen + key_states.shape[2]
+        columns, self.first = layer.get_mask_sizes(key_states.shape[2])
+        assert self.first + columns == self.end
+        self.window = layer.window
+        self.taken: StoreView | None = None
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, decoded."""
+        return self._layer.answer(self, None).dense()
+
+    def attend(
+        self,
+        query: Float[Tensor, "batch heads queries key_dim"],
+        visibility: Visibility,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sink_logits: Float[Tensor, " heads"] | None = None,
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Store the tokens and answer their queries; see `StoreView.attend`."""
+        view = self._layer.answer(self, query)
+        return view.attend(query, visibility, scaling=scaling, softcap=softcap, sink_logits=sink_logits)
 
 
 class QuantizedLayer(CodedLayer):
@@ -53,10 +94,19 @@ class QuantizedLayer(CodedLayer):
         self.window = window
         self.store: TokenStore | None = None
         self._mark: StoreMark | None = None
+        self._announced: AnnouncedView | None = None
+        self._learns = max(make_codec(quant.keys).statistics, make_codec(quant.values).statistics) > 0
 
     @property
     def held(self) -> TokenStore | None:
+        self._settle()
         return self.store
+
+    @property
+    def seen(self) -> int:
+        if self._announced is not None:
+            return self._announced.end
+        return self.store.seen if self.store else 0
 
     @property
     def is_sliding(self) -> bool:
@@ -70,12 +120,12 @@ class QuantizedLayer(CodedLayer):
     @property
     def tokens_coded(self) -> int:
         """Tokens that are held as codes now."""
-        return len(self.store.coded) if self.store else 0
+        return len(self.held.coded) if self.held else 0
 
     @property
     def tokens_encoded(self) -> int:
         """Tokens ever encoded since the layer was empty: a step adds the new ones and no more."""
-        return self.store.coded.tokens_encoded if self.store else 0
+        return self.held.coded.tokens_encoded if self.held else 0
 
     @property
     def tokens_held(self) -> int:
@@ -85,9 +135,9 @@ class QuantizedLayer(CodedLayer):
     @property
     def elements(self) -> int:
         """Elements of keys and values that the layer stands for."""
-        if self.store is None:
+        if self.held is None:
             return 0
-        shape = self.store.shape
+        shape = self.held.shape
         return self.tokens_held * shape.batch * shape.kv_heads * (shape.key_dim + shape.value_dim)
 
     def start(self, shape: StateShape, device: torch.device) -> None:
@@ -104,6 +154,8 @@ class QuantizedLayer(CodedLayer):
             first_tokens=self.padding.first if self.padding else [0] * shape.batch,
             window=self.window,
             layer=self.index,
+            rope=rope_of_layer(self.model.config, self.index, shape.key_dim) if self._learns and self.model else None,
+            most_statistics=None if self.window is None else self.window - 1,
         )
         self.is_initialized = True
 
@@ -126,8 +178,15 @@ class QuantizedLayer(CodedLayer):
             TypeError: If the states are not floating point tensors.
             ValueError: If shape or dtype do not fit what is held, there is no token, or a state is not finite. Nothing is stored then.
         """
+        self._settle()
         check_states(key_states, value_states, self.index, self.store.shape if self.store else None)
         padding_matters = self.store is None and self.padding is None
+        if self.attends_codes and self._learns and (self.store is None or not self.store.is_fitted):
+            self._check_finite(key_states.detach(), value_states.detach())
+            announced = self._announce(key_states, value_states)
+            learn = partial(self._announce_anew, key_states, value_states) if padding_matters else None
+            handle = CodedStates(announced, learn, self.undo_update)
+            return handle, handle
         view = self._take(key_states, value_states)
         if not self.attends_codes:
             return view.dense()
@@ -136,8 +195,22 @@ class QuantizedLayer(CodedLayer):
         handle = CodedStates(view, learn, self.undo_update)
         return handle, handle
 
+    def answer(self, view: AnnouncedView, query: Float[Tensor, "batch heads queries key_dim"] | None) -> StoreView:
+        """Take the tokens that were announced, with their queries; returns what these read."""
+        if view is self._announced:
+            self._announced = None
+            view.taken = self._take(*view.states, query)
+        if view.taken is None:
+            raise ValueError(
+                f"layer {self.index}: these states were taken back or stored before their queries came; run the forward again"
+            )
+        return view.taken
+
     def undo_update(self) -> bool:
         """Take the last update back, if nothing that it dropped was overwritten; returns whether that was so."""
+        if self._announced is not None:
+            self._announced = None
+            return True
         mark, self._mark = self._mark, None
         if mark is None or self.store is None:
             return False
@@ -162,6 +235,7 @@ class QuantizedLayer(CodedLayer):
             ValueError: If the number is positive, or more than are held.
             RuntimeError: If a sliding layer has dropped tokens that the shorter window needs.
         """
+        self._settle()
         length = self._checked_length(tokens_to_remove)
         if self.store is None:
             return
@@ -190,16 +264,33 @@ class QuantizedLayer(CodedLayer):
         return 0 if self.window is None else max(seen - self.window + 1, 0)
 
     def _forget(self) -> None:
-        self.store = self._mark = self._witness = None
+        self.store = self._mark = self._announced = self._witness = None
         self.is_initialized = False
 
-    def _take(self, key_states: Tensor, value_states: Tensor) -> StoreView:
+    def _announce(self, key_states: Tensor, value_states: Tensor) -> AnnouncedView:
+        self._announced = AnnouncedView(self, key_states, value_states)
+        return self._announced
+
+    def _settle(self) -> None:
+        """Store what was announced and never asked about."""
+        view, self._announced = self._announced, None
+        if view is not None:
+            self._take(*view.states)
+
+    def _take(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        query: Float[Tensor, "batch heads queries key_dim"] | None = None,
+    ) -> StoreView:
         """Store new tokens; returns what attention reads in this forward."""
         keys, values = self._prepared(key_states, value_states)
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
         self._mark = self.store.mark()
+        grouped = None if query is None else query.unflatten(1, (keys.shape[1], -1))
+        self.store.learn(keys, values, self.seen, grouped)
         tokens, visible = keys.shape[2], self._visible_from(self.seen)
         outlasts_window = self.window is not None and not self.record_past and tokens >= self.window
         reads_codes = tokens == 1 or self.prefill == "coded" or (self.record_past and self.seen > 0)
@@ -209,7 +300,7 @@ class QuantizedLayer(CodedLayer):
         else:
             current = self.store.round_trip(keys, values) if reads_codes else (key_states, value_states)
             view = self.store.view(visible, current)
-            if outlasts_window:
+            if outlasts_window and self.store.is_fitted:
                 # The last window - 1 tokens are all that a later forward reads.
                 kept = min(tokens, self._window - 1)
                 self.store.restart_at(self.seen + tokens - kept)
@@ -221,6 +312,17 @@ class QuantizedLayer(CodedLayer):
 
     def _take_anew(self, key_states: Tensor, value_states: Tensor, real: Bool[Tensor, "batch columns"]) -> StoreView:
         """Store the first forward's tokens again, now that it is known which of them are padding."""
+        self._forget_for_padding(real)
+        return self._take(key_states, value_states)
+
+    def _announce_anew(
+        self, key_states: Tensor, value_states: Tensor, real: Bool[Tensor, "batch columns"]
+    ) -> AnnouncedView:
+        """Announce the first forward's tokens again, now that it is known which of them are padding."""
+        self._forget_for_padding(real)
+        return self._announce(key_states, value_states)
+
+    def _forget_for_padding(self, real: Bool[Tensor, "batch columns"]) -> None:
         self._forget()
         try:
             self.padding = RowPadding.from_mask(real)
@@ -228,7 +330,6 @@ class QuantizedLayer(CodedLayer):
             raise ValueError(
                 f"layer {self.index}: {error}; or call cache.set_padding with the whole mask before the first forward"
             ) from error
-        return self._take(key_states, value_states)
 
     def _drop_mark(self) -> None:
         self._mark = None

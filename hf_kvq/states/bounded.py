@@ -85,6 +85,9 @@ class BoundedStore:
             first_tokens=first_tokens,
             layer=layer,
             spare=SPARE,
+            rope=bounds.rope,
+            # What leaves the window leaves as codes.
+            most_statistics=bounds.window,
         )
         self.far = FarStore(bounds, shape, layer)
         self.mass: WindowMass | None = None
@@ -168,8 +171,9 @@ class BoundedStore:
             current = keys[:, :, begin:end], values[:, :, begin:end]
             if self.mass is not None:
                 self.mass.extend_to(start + end)
+            query = None if asked is None else asked.query[:, :, :, begin:end]
             if not exact:
-                self.tokens.append(*current, in_place=False)
+                self.tokens.append(*current, query=query, in_place=False)
             elif self.tokens.sinks is not None:
                 self.tokens.sinks.write(*current, start + begin)
             if asked is not None:
@@ -183,7 +187,7 @@ class BoundedStore:
                 piece = replace(asked, query=asked.query[:, :, :, begin:end], column=start + begin)
                 outputs.append(self._attend(piece, segments, first, tentative=tentative))
             if exact:
-                self.tokens.append(*current, in_place=False)
+                self.tokens.append(*current, query=query, in_place=False)
         if not recording:
             # Where the store stands then depends on how many tokens came, and not on how.
             self._step_to(start + tokens - 1)
@@ -302,12 +306,13 @@ class BoundedStore:
     def _let_leave(self, rows: list[int], first: int, position: int) -> None:
         """Show the block that begins at `position` to the far field and to the hooks."""
         column, block = first + position, self.bounds.block
+        self.tokens.encode_now()
         (segment,) = self.tokens.segments(column, column + block)
         index = torch.tensor(rows, device=self.tokens.device)
         keys, values = segment.keys.of_rows(index), segment.values.of_rows(index)
         positions = torch.arange(position, position + block, device=index.device).expand(len(rows), -1)
         mass = None if self.mass is None else self.mass.of(index, column, block)
-        receipt = self.far.take_in(index, keys, values, positions, mass)
+        receipt = self.far.take_in(index, keys, values, positions, first, mass)
         if self.hooks:
             dtype = self.shape.dtype
             states = keys.decode(dtype), values.decode(dtype)
@@ -343,7 +348,7 @@ class BoundedStore:
             parts.append(attend(query, keys, values, place, visibility, scoring, logits))
         if not tentative:
             self._observe(column, query)
-        far_parts, kept_logits = self.far.attend(query, scoring, oldest)
+        far_parts, kept_logits = self.far.attend(query, scoring, oldest, self.tokens.coded, self.rows.first)
         parts += far_parts
         if asked.sink_logits is not None:
             parts.append(zero_logit(parts[0], asked.sink_logits))

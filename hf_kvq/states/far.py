@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_kvq.far_field import Bank, KeptTokens, make_bank
 from hf_kvq.kernels import Operand, Partial, Query, Scoring, Visibility, attend, compute_dtype
 from hf_kvq.states.bounds import Bounds
+from hf_kvq.states.region import Region
 from hf_kvq.states.store import StateShape
 from hf_kvq.states.view import copy_states
 
@@ -37,9 +38,6 @@ class FarStore:
         self.kept: KeptTokens | None = None
         if bounds.heavy_hitters is not None:
             self.kept = KeptTokens(bounds.heavy_hitters.tokens, batch=shape.batch, kv_heads=shape.kv_heads)
-        self._coded_as: tuple[Operand, Operand] | None = (
-            None  # keys and values without tokens: how the kept ones are to be read
-        )
         self.bank: Bank | None = None
         if bounds.clusters is not None:
             self.bank = make_bank(bounds.clusters, batch=shape.batch, rope=bounds.rope)
@@ -73,6 +71,7 @@ class FarStore:
         keys: Operand,
         values: Operand,
         positions: Int64[Tensor, "rows tokens"],
+        offset: int,
         mass: Float[Tensor, "rows kv_heads tokens"] | None,
     ) -> Mapping[str, Any] | None:
         """Let a block leave the window; returns the receipt of the clusters.
@@ -82,28 +81,33 @@ class FarStore:
             keys: The block in these rows, as the window held it.
             values: Likewise.
             positions: The rows' own numbers of its tokens.
+            offset: Column of these rows' first token.
             mass: Of the tokens; None where nobody counts it.
         """
         places = positions[:, None].expand(-1, self.forgotten.shape[1], -1)
         if self.kept is None:
             return self._let_go(rows, keys, values, places)
         assert mass is not None
-        self._coded_as = replace(keys, parts={}), replace(values, parts={})
         displaced = self.kept.absorb(rows.tolist(), _joined(keys.parts, values.parts), positions, mass)
         if displaced is None:
             return None
         key_codes, value_codes = _parted(displaced.codes)
+        columns = displaced.positions + offset
         return self._let_go(
-            rows, replace(keys, parts=key_codes), replace(values, parts=value_codes), displaced.positions
+            rows, _moved(keys, key_codes, columns), _moved(values, value_codes, columns), displaced.positions
         )
 
-    def attend(self, query: Query, scoring: Scoring, oldest: Tensor | None) -> tuple[list[Partial], Tensor | None]:
+    def attend(
+        self, query: Query, scoring: Scoring, oldest: Tensor | None, coded: Region, first: list[int]
+    ) -> tuple[list[Partial], Tensor | None]:
         """The far field's parts of the attention, and the logits of the kept tokens.
 
         Args:
             query: Queries, unscaled.
             scoring: Scaling and softcap.
             oldest: For each row the position that no key may stand before.
+            coded: Where the codes of the kept tokens were made.
+            first: Column of each row's first token.
 
         Raises:
             ValueError: If there are clusters and a softcap.
@@ -111,7 +115,7 @@ class FarStore:
         parts, logits = [], None
         if self.kept is not None and self.kept.most:
             logits = query.new_empty(*query.shape[:4], self.kept.most, dtype=compute_dtype(query.dtype))
-            parts.append(self._attend_kept(query, scoring, oldest, logits))
+            parts.append(self._attend_kept(query, scoring, oldest, logits, coded, first))
         if self.bank is not None and scoring.softcap is not None:
             raise ValueError(
                 f"layer {self.layer}: clusters have no softcap of logits, and this model gives {scoring.softcap}; "
@@ -149,22 +153,30 @@ class FarStore:
         valid = torch.ones_like(places, dtype=torch.bool)
         return self.bank.absorb(rows, keys.decode(wide), values.decode(wide), places, valid)
 
-    def _attend_kept(self, query: Query, scoring: Scoring, oldest: Tensor | None, logits: Tensor) -> Partial:
+    def _attend_kept(
+        self, query: Query, scoring: Scoring, oldest: Tensor | None, logits: Tensor, coded: Region, first: list[int]
+    ) -> Partial:
         kept, rope = self.kept, self.bounds.rope
         assert kept is not None
         assert kept.positions is not None
-        assert self._coded_as is not None
-        keys, values = (
-            Operand(x.layout, parts, x.dim, x.decoder)
-            for x, parts in zip(self._coded_as, _parted(kept.held()), strict=True)
-        )
+        positions = kept.positions[:, :, : kept.most]
+        keys, values = coded.operands(kept.held(), positions + _offsets(first, positions))
         if oldest is not None and rope is not None:
-            behind = (oldest[:, None, None] - kept.positions[:, :, : kept.most]).clamp(min=0)
+            behind = (oldest[:, None, None] - positions).clamp(min=0)
             if bool(behind.any()):
                 moved = rope.rotate(keys.decode(compute_dtype(query.dtype)), behind)
                 keys = Operand("states", {"codes": moved}, keys.dim, copy_states)
         visibility = Visibility(kept.most, query.shape[3], real=kept.shown())
         return attend(query, keys, values, 0, visibility, scoring, logits)
+
+
+def _offsets(first: list[int], like: Tensor) -> Tensor | int:
+    return first[0] if min(first) == max(first) else torch.tensor(first, device=like.device)[:, None, None]
+
+
+def _moved(operand: Operand, codes: dict[str, Tensor], columns: Tensor) -> Operand:
+    """Codes of the operand's kind that stood at these columns."""
+    return replace(operand, parts=codes, basis=None if operand.basis is None else operand.basis.moved(columns))
 
 
 def _joined(keys: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,10 +6,10 @@ Every region answers the same questions, so a layer never asks what codec it hol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from hf_kvq.codecs import Codec
@@ -23,7 +23,8 @@ __all__ = ["Region"]
 class Region:
     """Tokens `first` to `end` of a layer, held as the codes of two codecs."""
 
-    def __init__(self, key_codec: Codec, value_codec: Codec, *, spare: int | None = None) -> None:
+    def __init__(self, codecs: tuple[Codec, Codec], dims: tuple[int, int], *, spare: int | None = None) -> None:
+        key_codec, value_codec = codecs
         self.key_codec = key_codec
         self.value_codec = value_codec
         self.buffer = TokenBuffer(spare)
@@ -31,8 +32,8 @@ class Region:
             key_codec.depends_on_chunks or value_codec.depends_on_chunks
         )
         self._encoder = encoder_for(key_codec.layout, "cpu") if alone else None
-        self.dims = (0, 0)
-        """Channels of a key and of a value, known from the first tokens on."""
+        self.dims = dims
+        """Channels of a key and of a value."""
         self.tokens_encoded = 0
         """Tokens ever encoded here: a decode step adds the new ones and no more."""
 
@@ -68,16 +69,16 @@ class Region:
             values: Likewise.
             in_place: Whether older tokens may move within their storage to make room; what `segment` gave then reads other tokens.
         """
-        self.dims = keys.shape[3], values.shape[3]
         self.tokens_encoded += keys.shape[2]
+        first = self.end
         if self._encoder is not None and self._encodes_in_place(keys) and self._encodes_in_place(values):
             codes = self.buffer.extend(keys.shape[2], in_place=in_place)
             self._encoder(keys, codes["key_codes"], codes["key_scale"])
             self._encoder(values, codes["value_codes"], codes["value_scale"])
             return
         self.buffer.append(
-            {f"key_{name}": part for name, part in self.key_codec.encode(keys).items()}
-            | {f"value_{name}": part for name, part in self.value_codec.encode(values).items()},
+            {f"key_{name}": part for name, part in self.key_codec.encode(keys, first).items()}
+            | {f"value_{name}": part for name, part in self.value_codec.encode(values, first).items()},
             in_place=in_place,
         )
 
@@ -93,12 +94,25 @@ class Region:
 
     def segment(self, first: int, end: int) -> Segment:
         """Tokens `first` to `end` as they are stored, without a copy."""
-        codes = self.buffer.view(first, end)
-        return Segment(
-            first,
-            Operand(self.key_codec.layout, _part(codes, "key_"), self.dims[0], self.key_codec.decode_into),
-            Operand(self.value_codec.layout, _part(codes, "value_"), self.dims[1], self.value_codec.decode_into),
-        )
+        return Segment(first, *self.operands(self.buffer.view(first, end), first))
+
+    def operands(
+        self, codes: Mapping[str, Tensor], columns: int | Int[Tensor, "batch kv_heads tokens"]
+    ) -> tuple[Operand, Operand]:
+        """Keys and values as codes that this region made, wherever they are now.
+
+        Args:
+            codes: Named as in the buffer.
+            columns: Of the first token, the others following; or of every token in every head.
+        """
+        tokens = next(iter(codes.values())).shape[2]
+        keys, values = (
+            Operand(
+                codec.layout, _part(codes, prefix), dim, codec.decode_into, codec.grid_of(dim), codec.basis_at(columns, tokens)
+            )
+            for codec, prefix, dim in zip((self.key_codec, self.value_codec), ("key_", "value_"), self.dims, strict=True)
+        )  # fmt: skip
+        return keys, values
 
     def states(
         self, first: int, end: int
@@ -119,10 +133,30 @@ class Region:
         """See `TokenBuffer.restore`."""
         self.buffer.restore(mark)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages, room for later tokens and what the codecs have learned included."""
+        return self.buffer.nbytes + self._learned
+
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes of the tokens that are kept, and of what the codecs have learned."""
+        return self.buffer.nbytes_used + self._learned
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether both codecs can encode."""
+        return self.key_codec.is_fitted and self.value_codec.is_fitted
+
     def map(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Move codes and scales together, without a round trip."""
+        """Move codes and scales, and what the codecs have learned, without a round trip."""
         self.buffer.map(move)
+        self.key_codec, self.value_codec = self.key_codec.map(move), self.value_codec.map(move)
+
+    @property
+    def _learned(self) -> int:
+        return sum(t.nbytes for codec in (self.key_codec, self.value_codec) for t in codec.tensors.values())
 
 
-def _part(codes: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _part(codes: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): part for name, part in codes.items() if name.startswith(prefix)}

@@ -15,12 +15,14 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from hf_kvq.codecs import make_codec
+from hf_kvq.codecs import Codec, make_codec, make_codecs
 from hf_kvq.config import IdentityConfig, LayerQuant
-from hf_kvq.kernels import Operand
+from hf_kvq.kernels import Operand, Query
+from hf_kvq.rope import Rope
 from hf_kvq.states.buffer import BufferMark, BufferSnapshot
 from hf_kvq.states.region import Region
 from hf_kvq.states.sinks import SinkStore
+from hf_kvq.states.statistics import Statistics
 from hf_kvq.states.view import Segment, StoreView, copy_states
 
 __all__ = ["ROLLBACK", "StateShape", "StoreMark", "StoreSnapshot", "TokenStore"]
@@ -49,12 +51,20 @@ class StateShape:
         return StateShape(batch, kv_heads, key_dim, value_states.shape[3], key_states.dtype)
 
 
+class Learned(NamedTuple):
+    """What a store knew at one time."""
+
+    codecs: tuple[Codec, Codec]
+    energy: Tensor | None
+
+
 class StoreMark(NamedTuple):
-    """The boundaries of a store at one time, to go back to."""
+    """The boundaries of a store at one time, to go back to; of exact tokens that wait to be encoded, the storage."""
 
     seen: int
     coded: BufferMark
-    residual: BufferMark
+    residual: BufferMark | BufferSnapshot
+    learned: Learned
 
 
 class StoreSnapshot(NamedTuple):
@@ -63,6 +73,7 @@ class StoreSnapshot(NamedTuple):
     seen: int
     coded: BufferSnapshot
     residual: BufferSnapshot
+    learned: Learned
 
 
 class TokenStore:
@@ -78,6 +89,8 @@ class TokenStore:
         window: Columns that a query sees, itself included; None for all.
         layer: Index of the layer, for errors.
         spare: Room for codes beyond those that are there, in tokens; None: a quarter of them.
+        rope: How the model turned the keys.
+        most_statistics: Tokens after which codecs that learn must begin to encode; None for as many as they want.
     """
 
     def __init__(
@@ -92,6 +105,8 @@ class TokenStore:
         window: int | None = None,
         layer: int = 0,
         spare: int | None = None,
+        rope: Rope | None = None,
+        most_statistics: int | None = None,
     ) -> None:
         self.shape = shape
         self.window = window
@@ -99,36 +114,55 @@ class TokenStore:
         self.device = device
         self.residual_size = residual
         self.seen = 0
-        self.coded = Region(make_codec(quant.keys), make_codec(quant.values), spare=spare)
-        self.residual = Region(make_codec(IdentityConfig()), make_codec(IdentityConfig()))
+        dims = shape.key_dim, shape.value_dim
+        self.coded = Region(make_codecs(quant, rope), dims, spare=spare)
+        self.residual = Region((make_codec(IdentityConfig()), make_codec(IdentityConfig())), dims)
         self.sinks = SinkStore(sinks, list(first_tokens)) if sinks else None
         if self.sinks is not None:
             self.coded.restart_at(self.sinks.start)
             self.residual.restart_at(self.sinks.start)
+        wanted = max(self.coded.key_codec.statistics, self.coded.value_codec.statistics)
+        count = wanted if most_statistics is None else min(wanted, most_statistics)
+        self.statistics = Statistics(count, [first + sinks for first in first_tokens])
 
     @property
     def depends_on_padding(self) -> bool:
         """Whether what is stored would differ if it were known which columns are padding."""
         codecs = self.coded.key_codec, self.coded.value_codec
-        return self.sinks is not None or any(codec.depends_on_chunks for codec in codecs)
+        return self.sinks is not None or not self.is_fitted or any(codec.depends_on_chunks for codec in codecs)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the codecs have learned what they need; until then all tokens are exact."""
+        return self.coded.is_fitted
 
     @property
     def nbytes(self) -> int:
         """Bytes of all storages, room for later tokens included."""
-        return self.coded.buffer.nbytes + self.residual.buffer.nbytes + (self.sinks.nbytes if self.sinks else 0)
+        sinks = self.sinks.nbytes if self.sinks else 0
+        return self.coded.nbytes + self.residual.nbytes + sinks + self.statistics.nbytes
 
     @property
     def nbytes_used(self) -> int:
         """Bytes of the tokens that are kept, scales included."""
-        used = self.coded.buffer.nbytes_used + self.residual.buffer.nbytes_used
+        used = self.coded.nbytes_used + self.residual.nbytes_used + self.statistics.nbytes
         return used + (self.sinks.nbytes if self.sinks else 0)
 
-    def append(self, keys: Keys, values: Values, *, recording: bool = False, in_place: bool = True) -> None:
-        """Store new tokens: the first ones as sinks, the newest in the residual, the rest as codes.
+    def append(
+        self,
+        keys: Keys,
+        values: Values,
+        *,
+        query: Query | None = None,
+        recording: bool = False,
+        in_place: bool = True,
+    ) -> None:
+        """Store new tokens: the first ones as sinks, the newest in the residual, the rest as codes once the codecs can encode.
 
         Args:
             keys: Finite, without gradient.
             values: Likewise.
+            query: Their queries, where attention shows them; codecs may learn from them.
             recording: Keep the last `ROLLBACK` tokens that left the residual exactly, beside their codes.
             in_place: Whether a view that was taken before may be overwritten.
         """
@@ -140,6 +174,10 @@ class TokenStore:
         if keys.shape[2] == 0:
             return
         start, self.seen = self.seen, self.seen + keys.shape[2]
+        self.learn(keys, values, start, query)
+        if not self.is_fitted:
+            self.residual.append(keys, values, in_place=in_place)
+            return
         leaving = self.seen - self.residual_size - self.coded.end
         if leaving > 0:
             self._encode(keys, values, leaving, start, in_place)
@@ -153,6 +191,34 @@ class TokenStore:
         else:
             self.residual.append(keys, values, in_place=in_place)
         self.residual.buffer.drop_before(kept_from)
+
+    def learn(self, keys: Keys, values: Values, start: int, query: Query | None) -> None:
+        """Let codecs learn from tokens that `append` is to take, or is not: a short window drops most of a long prompt.
+
+        Args:
+            keys: Of columns `start` and on.
+            values: Likewise.
+            start: Column of the first one.
+            query: Of the newest of these columns.
+        """
+        if self.is_fitted:
+            return
+        end = start + keys.shape[2]
+        if query is not None:
+            self.statistics.ask(query, end - query.shape[3])
+        if end >= self.statistics.end:
+            self._fit(keys, values, start)
+
+    def encode_now(self) -> None:
+        """Learn from what is there, and encode what is not residual: tokens must leave, and a row that began later has too few yet."""
+        if self.is_fitted:
+            return
+        keys, values = self.residual.states(self.residual.first, self.residual.end)
+        self._fit(keys[:, :, :0], values[:, :, :0], self.seen)
+        leaving = self.seen - self.residual_size - self.coded.end
+        if leaving > 0:
+            self.coded.append(keys[:, :, :leaving], values[:, :, :leaving], in_place=False)
+            self.residual.buffer.drop_before(self.coded.end)
 
     def view(self, first: int, current: tuple[Keys, Values] | None = None) -> StoreView:
         """Columns `first` and on as attention reads them, with `current`, as it is, behind them."""
@@ -174,20 +240,26 @@ class TokenStore:
 
     def snapshot(self) -> StoreSnapshot:
         """The store as it is; good for as long as every `append` since has `in_place=False`."""
-        return StoreSnapshot(self.seen, self.coded.buffer.snapshot(), self.residual.buffer.snapshot())
+        return StoreSnapshot(self.seen, self.coded.buffer.snapshot(), self.residual.buffer.snapshot(), self._learned)
 
     def go_back_to(self, snapshot: StoreSnapshot) -> None:
         """Be what the store was when the snapshot was taken; sinks that came since are written again when they come again."""
         self.seen = snapshot.seen
         self.coded.buffer.go_back_to(snapshot.coded)
         self.residual.buffer.go_back_to(snapshot.residual)
+        self._learned = snapshot.learned
 
     def round_trip(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
         """States as attention would read them after they were stored: codes, with the newest exact. Nothing is stored."""
-        region = Region(self.coded.key_codec, self.coded.value_codec)
+        if not self.is_fitted:
+            if self.seen + keys.shape[2] < self.statistics.end:
+                return keys, values
+            self._fit(keys, values, self.seen)
+        region = Region((self.coded.key_codec, self.coded.value_codec), self.coded.dims)
+        region.restart_at(self.seen)
         region.append(keys, values)
         decoded = torch.empty_like(keys), torch.empty_like(values)
-        segment = region.segment(0, len(region))
+        segment = region.segment(region.first, region.end)
         segment.keys.decode_into(decoded[0])
         segment.values.decode_into(decoded[1])
         if self.residual_size:
@@ -215,24 +287,37 @@ class TokenStore:
             self.residual.buffer.drop_from(length)
             self.residual.buffer.drop_before(self.coded.end)
         self.seen = length
+        self.statistics.crop(length)
+        if self.is_fitted and length < self.statistics.end and not len(self.coded):
+            # Nothing is left that was coded: what comes now is learned from anew.
+            self._learned = Learned(
+                (self.coded.key_codec.with_tensors({}), self.coded.value_codec.with_tensors({})), None
+            )
 
     def mark(self) -> StoreMark:
         """Where the store stands; valid for `restore` until the second append after it."""
-        return StoreMark(self.seen, self.coded.mark(), self.residual.mark())
+        residual = self.residual.mark() if self.is_fitted else self.residual.buffer.snapshot()
+        return StoreMark(self.seen, self.coded.mark(), residual, self._learned)
 
     def restore(self, mark: StoreMark) -> bool:
         """Go back to `mark`; False, and nothing changed, if what it needs was overwritten."""
-        if not (self.coded.can_restore(mark.coded) and self.residual.can_restore(mark.residual)):
+        waiting = isinstance(mark.residual, BufferSnapshot)
+        if not self.coded.can_restore(mark.coded) or not (waiting or self.residual.can_restore(mark.residual)):
             return False
         self.coded.restore(mark.coded)
-        self.residual.restore(mark.residual)
+        if waiting:
+            self.residual.buffer.go_back_to(mark.residual)
+        else:
+            self.residual.restore(mark.residual)
         self.seen = mark.seen
+        self._learned = mark.learned
         return True
 
     def select_rows(self, rows: Integer[Tensor, " kept"]) -> None:
         """Keep these rows, in this order: codes, scales, sinks and residual together, without a round trip."""
         self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
         self.shape = replace(self.shape, batch=len(rows))
+        self.statistics.select_rows(rows.tolist())
         if self.sinks is not None:
             self.sinks.select_rows(rows.tolist())
 
@@ -240,8 +325,31 @@ class TokenStore:
         """Replace every tensor by `move(tensor)`."""
         self.coded.map(move)
         self.residual.map(move)
+        self.statistics.map(move)
         if self.sinks is not None:
             self.sinks.map(move)
+
+    @property
+    def _learned(self) -> Learned:
+        return Learned((self.coded.key_codec, self.coded.value_codec), self.statistics.energy)
+
+    @_learned.setter
+    def _learned(self, learned: Learned) -> None:
+        (self.coded.key_codec, self.coded.value_codec), self.statistics.energy = learned
+
+    def _fit(self, keys: Keys, values: Values, start: int) -> None:
+        """Let the codecs learn from what is held exactly and from what comes now, from column `start` on."""
+        first, end, coded = self.residual.first, self.statistics.end, self.coded
+        fresh = keys[:, :, : end - start], values[:, :, : end - start]
+        held = (x[:, :, : end - first] for x in self.residual.states(first, start)) if len(self.residual) else ()
+        parts = [torch.cat(pair, dim=2) for pair in zip(held, fresh, strict=True)] if len(self.residual) else fresh
+        begin = first if len(self.residual) else start
+        columns, energy = self.statistics.columns(keys.device), self.statistics.query_energy()
+        coded.key_codec, coded.value_codec = (
+            codec.fitted(self.statistics.chosen(states, begin), columns, energy if of_keys else None)
+            for codec, states, of_keys in ((coded.key_codec, parts[0], True), (coded.value_codec, parts[1], False))
+        )
+        self.statistics.energy = None
 
     def _encode(self, keys: Keys, values: Values, leaving: int, start: int, in_place: bool) -> None:
         """Encode the `leaving` tokens behind the codes: first what was in the residual, then of `keys` from column `start` on."""
