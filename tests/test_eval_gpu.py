@@ -34,11 +34,11 @@ def test_a_dry_run_checks_every_layout_and_ends_with_a_line_of_json(tmp_path):
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "gpu.jsonl").read_text()) == record
-    assert [(row["layout"], row["dtype"]) for row in record["correctness"]] == [
-        (layout, dtype) for layout in eval.gpu.LAYOUTS for dtype in eval.gpu.DTYPES
-    ]
+    assert [(row["layout"], row["dtype"]) for row in record["correctness"]] == eval.gpu.CASES
+    assert {layout for layout, _ in eval.gpu.CASES} == {*eval.gpu.LAYOUTS, *eval.gpu.GRIDS}
     assert all(row["ok"] and 0 < row["against_float64"] <= eval.gpu.CLOSE for row in record["correctness"])
     assert "| int4 | float16 | 4 |" in done.stdout
+    assert "| q4 | float32 | 4 |" in done.stdout
 
 
 @pytest.mark.parametrize("states", ["int8", "bf16"])
