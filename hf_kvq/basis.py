@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float, Int, Int8, Shaped, UInt8
 from torch import Tensor
 
-from hf_kvq.packing import BEST_SCALES, scale_bytes, scale_of
+from hf_kvq.packing import BEST_SCALES, pack_int4, scale_bytes, scale_of, unpack_int4
 from hf_kvq.rope import Rope
 
 __all__ = ["Basis", "PlacedBasis", "fit_basis", "hadamard"]
@@ -41,35 +41,44 @@ _LEAST_ENERGY = 1e-4
 
 _LEAST_QUERY = 1e-3
 
+_MOST_EXCESS = 1e4
+
 
 @dataclass(frozen=True)
 class Basis:
     """Bases of all rows and heads of one layer. Small tensors in bytes, since they count like codes.
 
     Attributes:
-        mean: The shift times its gain, `[batch, kv_heads, dim]`, as a multiple of `mean_scale`.
+        mean: The shift times its gain, as a multiple of `mean_scale`: a signed byte a channel where gains are each channel's own, else as `packing.pack_int4` packs.
         mean_scale: `[batch, kv_heads, 1]`, a byte as `packing.scale_of` reads it.
         gain: `[batch, kv_heads, units]`, likewise. A unit is a pair where RoPE turns all channels, a channel where it does not, everything where there is one.
         order: `[batch, kv_heads, units]`: which unit stands first, second...; None where they stay.
+        aims: The directions, in the basis, that queries look along most, `[batch, kv_heads, aims, dim / 2]`, as `packing.pack_int4` packs multiples of
+            `aim_scale`: an error along one costs as much more than another error as its square says. Only encoding needs them.
+        aim_scale: `[batch, kv_heads, aims]`, a byte likewise.
         tiers: Equal runs of channels that are turned each by itself.
         rope: How the model turned the states; None where it did not.
     """
 
-    mean: Int8[Tensor, "batch kv_heads dim"]
+    mean: Int8[Tensor, "batch kv_heads dim"] | UInt8[Tensor, "batch kv_heads bytes"]
     mean_scale: UInt8[Tensor, "batch kv_heads one"]
     gain: UInt8[Tensor, "batch kv_heads units"]
     order: Int[Tensor, "batch kv_heads units"] | None
+    aims: UInt8[Tensor, "batch kv_heads aims bytes"]
+    aim_scale: UInt8[Tensor, "batch kv_heads aims"]
     tiers: int
     rope: Rope | None
 
     @property
     def dim(self) -> int:
-        return self.mean.shape[2]
+        return self.mean.shape[2] * (2 if self.mean.dtype == torch.uint8 else 1)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What it takes to keep, by name."""
-        tensors = {"mean": self.mean, "mean_scale": self.mean_scale, "gain": self.gain}
+        tensors = {
+            "mean": self.mean, "mean_scale": self.mean_scale, "gain": self.gain, "aims": self.aims, "aim_scale": self.aim_scale
+        }  # fmt: skip
         return tensors if self.order is None else tensors | {"order": self.order}
 
     @property
@@ -94,7 +103,12 @@ class Basis:
 
     def means(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads dim"]:
         """The shift, before RoPE."""
-        return self.mean.to(dtype) * (scale_of(self.mean_scale, dtype) / self.gains(dtype))
+        mean = unpack_int4(self.mean) if self.mean.dtype == torch.uint8 else self.mean
+        return mean.to(dtype) * (scale_of(self.mean_scale, dtype) / self.gains(dtype))
+
+    def aimed(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads aims dim"]:
+        """The directions along which errors cost more."""
+        return unpack_int4(self.aims).to(dtype) * scale_of(self.aim_scale, dtype)[..., None]
 
     def spread(self, states: Float[Tensor, "batch kv_heads *axes dim"]) -> Float[Tensor, "batch kv_heads *axes dim"]:
         """Channels into their order, and turned within their tiers: H P."""
@@ -215,8 +229,9 @@ def fit_basis(
     *,
     bits: tuple[int, ...],
     rope: Rope | None = None,
-    query_energy: Float[Tensor, "batch kv_heads dim"] | None = None,
+    queries: Float[Tensor, "batch kv_heads queries dim"] | None = None,
     balance: bool = True,
+    aims: int = 0,
 ) -> Basis:
     """The basis of some tokens' states, computed in float64.
 
@@ -225,8 +240,9 @@ def fit_basis(
         positions: At which the keys were turned, up to a constant for each row.
         bits: Of each tier; the gains make a scale of 1 the best for the tokens of average size.
         rope: How they were turned.
-        query_energy: Mean square of the queries in each channel, pooled over pairs; None where no queries are known.
+        queries: Some queries as they are asked, of all query heads of a kv head; None where none are known. One that is zero counts for nothing.
         balance: Whether channels get gains of their own; for keys.
+        aims: Directions of the queries to keep.
     """
     states = states.double()
     dim, tiers = states.shape[3], len(bits)
@@ -239,8 +255,11 @@ def fit_basis(
     silent = energy == 0
     energy = energy.masked_fill(silent, 1.0)
     weight = torch.ones_like(energy)
-    if query_energy is not None and balance:
-        weight = query_energy.double()
+    covariance = None if queries is None else _covariance(queries.double())
+    if covariance is not None and balance:
+        weight = covariance.diagonal(dim1=2, dim2=3)
+        if rope is not None:
+            weight = rope.pool(weight)
         weight = weight.clamp(min=_LEAST_QUERY * weight.mean(dim=-1, keepdim=True)).masked_fill(silent, 1.0)
         weight = weight.masked_fill(weight == 0, 1.0)
     gain = (weight.sqrt() / energy.sqrt()).sqrt() if balance else torch.ones_like(energy)
@@ -254,15 +273,46 @@ def fit_basis(
     draft = Basis(
         mean=torch.zeros_like(mean, dtype=torch.int8), mean_scale=torch.zeros_like(mean[..., :1], dtype=torch.uint8),
         gain=torch.zeros_like(mean[..., :1], dtype=torch.uint8), order=order, tiers=tiers, rope=rope,
+        aims=mean.new_zeros(*mean.shape[:2], 0, dim // 2, dtype=torch.uint8),
+        aim_scale=mean.new_zeros(*mean.shape[:2], 0, dtype=torch.uint8),
     )  # fmt: skip
     gain = gain * _levelled(draft, gain, energy, bits)
     units = gain[..., :1] if not balance else rope.split(gain)[0] if paired else gain
     basis = replace(draft, gain=scale_bytes(units * 2 ** (-0.5 / 8)).clamp(min=1))
-    scaled = mean * basis.gains(torch.float64)
-    mean_scale = scale_bytes(scaled.abs().amax(dim=-1, keepdim=True) / 127)
-    step = scale_of(mean_scale, torch.float64)
-    coded = torch.where(step > 0, scaled / step.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-    return replace(basis, mean=coded.round().clamp(-127, 127).to(torch.int8), mean_scale=mean_scale)
+    packed = not balance and dim % 2 == 0
+    shift, mean_scale = _integers(mean * basis.gains(torch.float64), 7 if packed else 127)
+    basis = replace(basis, mean=pack_int4(shift) if packed else shift, mean_scale=mean_scale)
+    if covariance is None or not aims or dim % 2:
+        return basis
+    directions, aim_scale = _integers(_aims(basis, covariance, aims), 7)
+    return replace(basis, aims=pack_int4(directions), aim_scale=aim_scale.squeeze(-1))
+
+
+def _covariance(queries: Float[Tensor, "batch kv_heads queries dim"]) -> Tensor | None:
+    """Mean of q q^T over the queries; None if all are zero in some head."""
+    covariance = queries.mT @ queries / queries.shape[2]
+    return covariance if bool((covariance.diagonal(dim1=2, dim2=3).sum(-1) > 0).all()) else None
+
+
+def _aims(basis: Basis, covariance: Tensor, count: int) -> Float[Tensor, "batch kv_heads aims dim"]:
+    """The main directions of queries in the basis. An error e of a key costs e . C e in squared score, of which C's smaller directions take `|e|^2` each alike."""
+    gains = basis.gains(covariance.dtype)[:, :, None]
+    for _ in range(2):  # rows, then columns
+        covariance = basis.spread(covariance / gains).mT
+    values, vectors = torch.linalg.eigh(covariance)
+    rest = values[..., :-count].mean(dim=-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+    excess = (values[..., -count:] / rest - 1).clamp(min=0, max=_MOST_EXCESS)
+    return (vectors[..., -count:] * excess.sqrt()[..., None, :]).mT
+
+
+def _integers(
+    x: Float[Tensor, "*axes dim"], most: int
+) -> tuple[Int8[Tensor, "*axes dim"], UInt8[Tensor, "*axes one"]]:
+    """Integers of at most this magnitude, and the byte of their scale."""
+    scale = scale_bytes(x.abs().amax(dim=-1, keepdim=True) / most)
+    step = scale_of(scale, x.dtype)
+    codes = torch.where(step > 0, x / step.clamp(min=torch.finfo(x.dtype).tiny), 0.0)
+    return codes.round().clamp(-most, most).to(torch.int8), scale
 
 
 def _levelled(basis: Basis, gain: Tensor, energy: Tensor, bits: tuple[int, ...]) -> Tensor:

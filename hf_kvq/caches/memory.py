@@ -1,7 +1,8 @@
 """How many bytes a cache comes to, from a model's config alone.
 
 A closed formula beside `QuantizedCache.nbytes`, which counts storages; each checks the other. It holds after one prefill of
-`context` tokens; a cache that grew token by token may hold up to a quarter of spare room beyond it.
+`context` tokens; a cache that grew token by token may hold up to a quarter of spare room beyond it, and a layer that still learns keeps a number for each channel of the queries
+that attention over codes showed it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvq.caches.coded import CODED_LAYER_TYPES, layer_types_and_kwargs
-from hf_kvq.codecs import make_codec
+from hf_kvq.codecs import make_codecs
 from hf_kvq.config import QuantConfig, resolve_scheme
+from hf_kvq.layers.rotary import rope_of_layer
 from hf_kvq.states import round_up
 
 __all__ = ["LayerMemory", "expected_nbytes", "layer_memory"]
@@ -30,6 +32,7 @@ class LayerMemory:
         value_dim: Channels of a value.
         tokens: Tokens that are kept at the context length asked for.
         coded: Whether a scheme would code the layer.
+        window: The model's own sliding window; None for full attention.
     """
 
     layer_type: str
@@ -38,6 +41,7 @@ class LayerMemory:
     value_dim: int
     tokens: int
     coded: bool
+    window: int | None = None
 
     @property
     def elements(self) -> int:
@@ -68,6 +72,7 @@ def layer_memory(config: PreTrainedConfig, context: int) -> list[LayerMemory]:
                 value_dim=value_dim,
                 tokens=0 if not has_keys else context if window is None else min(context, window - 1),
                 coded=layer_type in CODED_LAYER_TYPES,
+                window=window,
             )
         )
     return layers
@@ -104,12 +109,17 @@ def expected_nbytes(
             continue
         sinks = quant.sinks if layer.layer_type == "full_attention" else 0
         residual = min(quant.residual, max(layer.tokens - sinks, 0))
+        codecs = make_codecs(quant.for_layer(index), rope_of_layer(config, index, layer.key_dim))
+        dims = list(zip(codecs, (layer.key_dim, layer.value_dim), strict=True))
+        learning = max(codec.statistics for codec in codecs)
+        if layer.window is not None:
+            learning = min(learning, layer.window - 1)
+        if learning and layer.tokens < sinks + learning:
+            residual = max(layer.tokens - sinks, 0)  # too few tokens to learn from: all of them are exact
+        else:
+            total += sum(codec.bits_per_row(layer.kv_heads, dim) for codec, dim in dims) // 8
         coded = max(layer.tokens - sinks - residual, 0)
-        codecs = quant.for_layer(index)
-        bits = sum(
-            make_codec(codec).bits_per_token(layer.kv_heads, dim, dtype)
-            for codec, dim in ((codecs.keys, layer.key_dim), (codecs.values, layer.value_dim))
-        )
+        bits = sum(codec.bits_per_token(layer.kv_heads, dim, dtype) for codec, dim in dims)
         total += sinks * exact + round_up(residual) * exact + round_up(coded) * bits // 8
     return total * batch
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["fill_cache", "read_header", "save_cache"]
 
 KEY = "hf_kvq"
-VERSION = 1
+VERSION = 2
 
 
 def save_cache(cache: QuantizedCache, path: str | Path) -> None:
@@ -82,20 +82,23 @@ def fill_cache(cache: QuantizedCache, path: str | Path, header: dict[str, Any], 
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safetensors file is no mapping
     for index, (layer, saved) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         if saved is not None:
-            _fill(
-                layer, saved, {n.removeprefix(f"{index}."): t for n, t in tensors.items() if n.startswith(f"{index}.")}
-            )
+            _fill(layer, saved, _below(tensors, f"{index}."))
 
 
 def _dump(layer: object, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
     """Add a layer's tensors and return what else it takes to fill one."""
     if isinstance(layer, QuantizedLayer):
-        if layer.store is None:
+        store = layer.held
+        if store is None:
             return None
-        store = layer.store
         for label, region in (("coded", store.coded), ("residual", store.residual)):
             for name, part in region.buffer.view().items():
                 tensors[f"{prefix}{label}.{name}"] = part.contiguous()
+        for label, codec in (("keys", store.coded.key_codec), ("values", store.coded.value_codec)):
+            for name, part in codec.tensors.items():
+                tensors[f"{prefix}learned.{label}.{name}"] = part.contiguous()
+        if store.statistics.queries is not None:
+            tensors[f"{prefix}queries"] = store.statistics.queries.contiguous()
         if store.sinks is not None and store.sinks.tensors is not None:
             tensors[f"{prefix}sinks.keys"], tensors[f"{prefix}sinks.values"] = store.sinks.tensors
         if layer.padding is not None:
@@ -113,6 +116,7 @@ def _dump(layer: object, prefix: str, tensors: dict[str, Tensor]) -> dict[str, A
             "coded": [store.coded.first, store.coded.end],
             "residual": [store.residual.first, store.residual.end],
             "first_tokens": store.sinks.first if store.sinks else None,
+            "learns_from": store.statistics.first,
         }
     if isinstance(layer, DynamicLayer) and type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         if not layer.is_initialized or layer.keys is None or layer.values is None:
@@ -141,14 +145,21 @@ def _fill(layer: Any, saved: dict[str, Any], tensors: dict[str, Tensor]) -> None
     assert store is not None
     for label, region in (("coded", store.coded), ("residual", store.residual)):
         region.restart_at(saved[label][0])
-        parts = {
-            name.removeprefix(f"{label}."): part for name, part in tensors.items() if name.startswith(f"{label}.")
-        }
-        if parts:
+        if parts := _below(tensors, f"{label}."):
             region.buffer.append(parts)
         assert region.end == saved[label][1]
+    store.coded.key_codec, store.coded.value_codec = (
+        codec.with_tensors(_below(tensors, f"learned.{label}."))
+        for label, codec in (("keys", store.coded.key_codec), ("values", store.coded.value_codec))
+    )
+    store.statistics.first = list(saved["learns_from"])
+    store.statistics.queries = tensors.get("queries")
     if store.sinks is not None:
         store.sinks.first = list(saved["first_tokens"])
         if "sinks.keys" in tensors:
             store.sinks.tensors = tensors["sinks.keys"], tensors["sinks.values"]
     store.seen = saved["seen"]
+
+
+def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -47,14 +47,14 @@ class Codec(ABC):
         self,
         states: Float[Tensor, "batch kv_heads tokens head_dim"],
         positions: Int[Tensor, "batch tokens"],
-        query_energy: Float[Tensor, "batch kv_heads head_dim"] | None,
+        queries: Float[Tensor, "batch kv_heads queries head_dim"] | None,
     ) -> Codec:
         """The codec that has learned from a row's first tokens.
 
         Args:
             states: Exact ones.
             positions: Their columns.
-            query_energy: Mean square of the queries of these tokens in each channel; None where no query is known.
+            queries: Of these tokens, of all query heads of a kv head; zero where a token's is not known, None where none is.
         """
         return self
 

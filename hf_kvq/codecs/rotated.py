@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -24,6 +25,12 @@ __all__ = ["STATISTICS", "TRIALS", "RotatedCodec", "encode_grid", "grid_for"]
 
 STATISTICS = 128
 """Tokens of a row that a basis is learned from."""
+
+AIMS = 1
+"""Directions of the queries along which the errors of a key are made small."""
+
+FLIPS = 4
+"""Codes of a token that are moved to a neighbouring level for it, at most."""
 
 TRIALS = 12
 """Scales that are tried for each group, from the one that reaches its largest element on downwards, an eighth of a power of two apart."""
@@ -59,7 +66,7 @@ class RotatedCodec(Codec):
         self,
         states: Float[Tensor, "batch kv_heads tokens dim"],
         positions: Int[Tensor, "batch tokens"],
-        query_energy: Float[Tensor, "batch kv_heads dim"] | None,
+        queries: Float[Tensor, "batch kv_heads queries dim"] | None,
     ) -> RotatedCodec:
         """This codec with the basis of some states; see `fit_basis`."""
         codec = copy.copy(self)
@@ -68,8 +75,9 @@ class RotatedCodec(Codec):
             positions,
             bits=grid_for(self.bits, states.shape[3]).bits,
             rope=self._rope(states.shape[3]),
-            query_energy=query_energy if self.balance else None,
+            queries=queries if self.balance else None,
             balance=self.balance,
+            aims=AIMS,
         )
         return codec
 
@@ -77,16 +85,16 @@ class RotatedCodec(Codec):
         codec = copy.copy(self)
         codec.basis = None
         if tensors:
-            dim = tensors["mean"].shape[2]
-            tiers = len(grid_for(self.bits, dim).bits)
-            codec.basis = Basis(**{"order": None, **tensors}, tiers=tiers, rope=self._rope(dim))
+            basis = Basis(**{"order": None, **tensors}, tiers=1, rope=None)
+            tiers = len(grid_for(self.bits, basis.dim).bits)
+            codec.basis = replace(basis, tiers=tiers, rope=self._rope(basis.dim))
         return codec
 
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
         """In the basis, each code is the nearest level at the best of `TRIALS` scales."""
         assert self.basis is not None, "a basis comes before codes"
         coded = self.basis.at(first, states.shape[2]).code(states.double())
-        codes, scale = encode_grid(coded, grid_for(self.bits, states.shape[3]))
+        codes, scale = encode_grid(coded, grid_for(self.bits, states.shape[3]), self.basis.aimed(coded.dtype))
         return {"codes": codes, "scale": scale}
 
     def basis_at(self, positions: int | Int[Tensor, "batch kv_heads tokens"], tokens: int) -> PlacedBasis:
@@ -111,7 +119,9 @@ class RotatedCodec(Codec):
         units = head_dim // 2 if paired else head_dim
         tiers = len(grid_for(self.bits, head_dim).bits)
         order = 0 if tiers == 1 else units * (8 if units <= 256 else 16)
-        return kv_heads * (8 * (head_dim + 1 + (units if self.balance else 1)) + order)
+        aims = AIMS * (head_dim // 2 + 1) if self.balance and head_dim % 2 == 0 else 0  # where queries are known
+        mean = head_dim if self.balance or head_dim % 2 else head_dim // 2
+        return kv_heads * (8 * (mean + 1 + (units if self.balance else 1) + aims) + order)
 
     def _rope(self, head_dim: int) -> Rope | None:
         """The rotation, unless it is of another head_dim: then the mean is that after RoPE, and the round trip as exact."""
@@ -130,13 +140,16 @@ def grid_for(bits: tuple[int, ...], dim: int) -> Grid:
 
 
 def encode_grid(
-    states: Float[Tensor, "batch kv_heads tokens dim"], grid: Grid
+    states: Float[Tensor, "batch kv_heads tokens dim"],
+    grid: Grid,
+    aims: Float[Tensor, "batch kv_heads aims dim"] | None = None,
 ) -> tuple[UInt8[Tensor, "batch kv_heads tokens width"], UInt8[Tensor, "batch kv_heads tokens groups"]]:
     """Codes and scales: the nearest levels at that one of `TRIALS` scales of each group whose squared error is least.
 
     Args:
         states: In float64, so that codes do not depend on how many tokens come together.
         grid: How they are to lie.
+        aims: Directions u along which an error e costs `(u . e)^2` beside its `|e|^2`: codes then move to neighbouring levels while that lowers the cost.
     """
     tiers = list(zip(states.split(grid.tier, dim=-1), grid.bits, strict=True))
     levels = [grid.levels(bits).to(states.device) for _, bits in tiers]
@@ -160,4 +173,48 @@ def encode_grid(
         scale = torch.where(better, byte, scale)
         index = torch.cat(found, dim=-1).to(torch.uint8)
         codes = torch.where(better.repeat_interleave(grid.group_size, dim=-1), index, codes)
+    if aims is not None and aims.shape[2]:
+        codes = _aimed(states, codes, scale, grid, aims)
     return grid.pack(codes), scale
+
+
+def _aimed(states: Tensor, codes: Tensor, scale: Tensor, grid: Grid, aims: Tensor) -> Tensor:
+    """Codes of which one after the other, the one that gains most first, is moved by a level."""
+    tiers = list(zip(range(0, grid.dim, grid.tier), grid.bits, strict=True))
+    top = torch.cat([torch.full((grid.tier,), 2**bits - 1, device=codes.device) for _, bits in tiers])
+    step = scale_of(scale, states.dtype).repeat_interleave(grid.group_size, dim=-1)
+    table = torch.nn.utils.rnn.pad_sequence([grid.levels(bits) for _, bits in tiers], batch_first=True).to(
+        states.device
+    )
+    tier = torch.arange(grid.dim, device=codes.device) // grid.tier
+    codes = codes.long()
+    error = table[tier, codes] * step - states
+    along = error @ aims.mT  # [batch, kv_heads, tokens, aims]
+    for _ in range(FLIPS):
+        gain, move = _best_move(codes, error, along, step, table, tier, top, aims)
+        best, channel = gain.max(dim=-1, keepdim=True)
+        if not bool((best > 0).any()):
+            break
+        moved = torch.where(best > 0, move.gather(-1, channel), 0.0)
+        codes = codes.scatter_add(-1, channel, moved.sign().long())
+        error = error.scatter_add(-1, channel, moved)
+        aim = aims.mT.unsqueeze(2).expand(*codes.shape, -1)
+        along = along + moved * aim.gather(3, channel[..., None].expand(*channel.shape, aims.shape[2])).squeeze(3)
+    return codes.to(torch.uint8)
+
+
+def _best_move(
+    codes: Tensor, error: Tensor, along: Tensor, step: Tensor, table: Tensor, tier: Tensor, top: Tensor, aims: Tensor
+) -> tuple[Tensor, Tensor]:
+    """For each channel what the better of its two neighbouring levels gains, and how far away it is."""
+    here, pull = table[tier, codes], along @ aims
+    weight = 1 + aims.square().sum(dim=2)[:, :, None]
+    found = []
+    for direction in (-1, 1):
+        index = codes + direction
+        inside = (index >= 0) & (index <= top)
+        move = (table[tier, torch.minimum(index.clamp(min=0), top)] - here) * step
+        gain = -(2 * move * (error + pull) + move.square() * weight)
+        found.append((torch.where(inside & (move != 0), gain, -torch.inf), move))
+    (down, down_move), (up, up_move) = found
+    return torch.maximum(down, up), torch.where(up > down, up_move, down_move)

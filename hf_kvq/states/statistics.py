@@ -1,4 +1,4 @@
-"""What a layer learns before it can encode: a row's first tokens after its sinks, kept exactly, and the energy of their queries.
+"""What a layer learns before it can encode: a row's first tokens after its sinks, kept exactly, and their queries.
 
 The tokens are counted from each row's own first one, so what is learned depends neither on the chunks that they come in nor on padding.
 """
@@ -27,8 +27,8 @@ class Statistics:
     def __init__(self, count: int, first: list[int]) -> None:
         self.count = count
         self.first = list(first)
-        self.energy: Tensor | None = None
-        """Mean square over the query heads of a kv head, `[batch, kv_heads, columns, dim]`, from column `min(first)` on."""
+        self.queries: Tensor | None = None
+        """Of the columns from `min(first)` on, `[batch, kv_heads, columns, groups * dim]`."""
 
     @property
     def end(self) -> int:
@@ -37,26 +37,26 @@ class Statistics:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.energy is None else self.energy.nbytes
+        return 0 if self.queries is None else self.queries.nbytes
 
     def ask(self, query: Query, column: int) -> None:
-        """Take in the queries at columns `column` and on; the first ones decide from where on they are counted."""
+        """Take in the queries at columns `column` and on."""
         start = min(self.first)
         fresh = query[:, :, :, max(start - column, 0) : max(self.end - column, 0)]
         if fresh.shape[3] == 0:
             return
-        energy = fresh.float().square().mean(dim=2)
-        held = 0 if self.energy is None else self.energy.shape[2]
+        fresh = fresh.transpose(2, 3).flatten(3)
+        held = 0 if self.queries is None else self.queries.shape[2]
         missing = max(column, start) - start - held
-        parts = [] if self.energy is None else [self.energy]
+        parts = [] if self.queries is None else [self.queries]
         if missing > 0:  # tokens whose queries were not shown: a model's own attention read them
-            parts.append(energy.new_full((*energy.shape[:2], missing, energy.shape[3]), torch.nan))
-        self.energy = torch.cat([*parts, energy], dim=2)
+            parts.append(fresh.new_zeros((*fresh.shape[:2], missing, fresh.shape[3])))
+        self.queries = torch.cat([*parts, fresh], dim=2)
 
     def crop(self, column: int) -> None:
         """Forget the columns from `column` on."""
-        if self.energy is not None:
-            self.energy = self.energy[:, :, : max(column - min(self.first), 0)]
+        if self.queries is not None:
+            self.queries = self.queries[:, :, : max(column - min(self.first), 0)]
 
     def columns(self, device: torch.device) -> Int[Tensor, "batch tokens"]:
         """Of the tokens that are learned from."""
@@ -70,14 +70,13 @@ class Statistics:
         index = (self.columns(states.device) - first).clamp(0, states.shape[2] - 1)[:, None, :, None]
         return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
-    def query_energy(self) -> Float[Tensor, "batch kv_heads dim"] | None:
-        """Mean over the tokens whose queries were shown; None where none were, or not in every row."""
-        if self.energy is None:
+    def chosen_queries(self, dim: int) -> Float[Tensor, "batch kv_heads queries dim"] | None:
+        """The queries of those tokens, zero where they were not shown; None where none were."""
+        if self.queries is None:
             return None
-        missing = self.end - min(self.first) - self.energy.shape[2]
-        energy = torch.nn.functional.pad(self.energy, (0, 0, 0, max(missing, 0)), value=torch.nan)
-        mean = self.chosen(energy, min(self.first)).double().nanmean(dim=2)
-        return None if bool(mean.isnan().any()) else mean
+        missing = self.end - min(self.first) - self.queries.shape[2]
+        queries = torch.nn.functional.pad(self.queries, (0, 0, 0, max(missing, 0)))
+        return self.chosen(queries, min(self.first)).unflatten(3, (-1, dim)).flatten(2, 3)
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows, in this order; tensors move by `map`."""
@@ -85,5 +84,5 @@ class Statistics:
 
     def map(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by `move(tensor)`."""
-        if self.energy is not None:
-            self.energy = move(self.energy)
+        if self.queries is not None:
+            self.queries = move(self.queries)

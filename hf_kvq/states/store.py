@@ -3,6 +3,9 @@
 Tokens are counted in columns of the batch, padding included, so every row has the same columns and what is read lines up with the
 model's mask. Codes begin at the first column that is neither padding nor a sink in some row; where a row's padding makes it start
 later than another, its sinks lie over its codes.
+
+Codecs that encode several tokens together get whole blocks, counted from the column where the codes begin; tokens of the newest block wait in the residual until
+it is full, and are exact until then. Rows of a batch share the blocks, with whatever padding is in them.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class Learned(NamedTuple):
     """What a store knew at one time."""
 
     codecs: tuple[Codec, Codec]
-    energy: Tensor | None
+    queries: Tensor | None
 
 
 class StoreMark(NamedTuple):
@@ -88,9 +91,12 @@ class TokenStore:
         first_tokens: Column of each row's first real token.
         window: Columns that a query sees, itself included; None for all.
         layer: Index of the layer, for errors.
-        spare: Room for codes beyond those that are there, in tokens; None: a quarter of them.
+        spare: Room for codes beyond those that are there, in tokens, for a store whose tokens leave one by one; None: a quarter of them.
         rope: How the model turned the keys.
         most_statistics: Tokens after which codecs that learn must begin to encode; None for as many as they want.
+
+    Raises:
+        ValueError: If tokens are to leave one by one, and are encoded in blocks.
     """
 
     def __init__(
@@ -116,6 +122,11 @@ class TokenStore:
         self.seen = 0
         dims = shape.key_dim, shape.value_dim
         self.coded = Region(make_codecs(quant, rope), dims, spare=spare)
+        if spare is not None and self.coded.block > 1:
+            raise ValueError(
+                f"layer {layer}: this scheme encodes tokens in blocks of {self.coded.block}, and the tokens of a bounded cache leave one by one; "
+                "use a scheme that encodes each token alone, such as 'int8', or QuantizedCache"
+            )
         self.residual = Region((make_codec(IdentityConfig()), make_codec(IdentityConfig())), dims)
         self.sinks = SinkStore(sinks, list(first_tokens)) if sinks else None
         if self.sinks is not None:
@@ -129,7 +140,8 @@ class TokenStore:
     def depends_on_padding(self) -> bool:
         """Whether what is stored would differ if it were known which columns are padding."""
         codecs = self.coded.key_codec, self.coded.value_codec
-        return self.sinks is not None or not self.is_fitted or any(codec.depends_on_chunks for codec in codecs)
+        shared = self.coded.block > 1 or any(codec.depends_on_chunks for codec in codecs)
+        return self.sinks is not None or not self.is_fitted or shared
 
     @property
     def is_fitted(self) -> bool:
@@ -178,18 +190,19 @@ class TokenStore:
         if not self.is_fitted:
             self.residual.append(keys, values, in_place=in_place)
             return
-        leaving = self.seen - self.residual_size - self.coded.end
+        leaving = self._reach(self.seen) - self.coded.end
         if leaving > 0:
             self._encode(keys, values, leaving, start, in_place)
-        kept_from = max(self.coded.end - (ROLLBACK if recording else 0), self.residual.first)
-        if self.residual_size == 0:
+        waits = self.residual_size > 0 or self.coded.block > 1
+        kept_from = max(self.coded.end - (ROLLBACK if recording and waits else 0), self.residual.first)
+        if kept_from == self.seen:
             self.residual.restart_at(self.seen)
         elif kept_from > start:
             # All of the residual left, and tokens that came now went past it: an exact copy of them is never made.
             self.residual.restart_at(kept_from)
             self.residual.append(keys[:, :, kept_from - start :], values[:, :, kept_from - start :])
         else:
-            self.residual.append(keys, values, in_place=in_place)
+            self.residual.append(keys, values, in_place=in_place and self.coded.block == 1)
         self.residual.buffer.drop_before(kept_from)
 
     def learn(self, keys: Keys, values: Values, start: int, query: Query | None) -> None:
@@ -215,7 +228,7 @@ class TokenStore:
             return
         keys, values = self.residual.states(self.residual.first, self.residual.end)
         self._fit(keys[:, :, :0], values[:, :, :0], self.seen)
-        leaving = self.seen - self.residual_size - self.coded.end
+        leaving = self._reach(self.seen) - self.coded.end
         if leaving > 0:
             self.coded.append(keys[:, :, :leaving], values[:, :, :leaving], in_place=False)
             self.residual.buffer.drop_before(self.coded.end)
@@ -250,26 +263,33 @@ class TokenStore:
         self._learned = snapshot.learned
 
     def round_trip(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
-        """States as attention would read them after they were stored: codes, with the newest exact. Nothing is stored."""
+        """States as attention would read them after they were stored: codes, with the newest exact. Nothing is stored.
+
+        Where tokens wait for their block to fill, they are encoded with those that come.
+        """
         if not self.is_fitted:
             if self.seen + keys.shape[2] < self.statistics.end:
                 return keys, values
             self._fit(keys, values, self.seen)
+        start, begin, end = self.seen, self.coded.block_start(self.seen), self._reach(self.seen + keys.shape[2])
+        if end <= start:
+            return keys, values
+        parts = keys[:, :, : end - start], values[:, :, : end - start]
+        if begin < start:
+            held = self.residual.states(begin, start)
+            parts = tuple(torch.cat(pair, dim=2) for pair in zip(held, parts, strict=True))
         region = Region((self.coded.key_codec, self.coded.value_codec), self.coded.dims)
-        region.restart_at(self.seen)
-        region.append(keys, values)
-        decoded = torch.empty_like(keys), torch.empty_like(values)
-        segment = region.segment(region.first, region.end)
-        segment.keys.decode_into(decoded[0])
-        segment.values.decode_into(decoded[1])
-        if self.residual_size:
-            for states, exact in zip(decoded, (keys, values), strict=True):
-                states[:, :, -self.residual_size :] = exact[:, :, -self.residual_size :]
+        region.restart_at(begin)
+        region.append(*parts)
+        decoded = keys.clone(), values.clone()
+        segment = region.segment(start, end)
+        segment.keys.decode_into(decoded[0][:, :, : end - start])
+        segment.values.decode_into(decoded[1][:, :, : end - start])
         return decoded
 
     def drop_before(self, column: int) -> None:
-        """Forget the columns before `column`, of a store without sinks."""
-        self.coded.buffer.drop_before(column)
+        """Forget the columns before `column`, of a store without sinks; a block goes when all of it does."""
+        self.coded.drop_before(column)
 
     def restart_at(self, column: int) -> None:
         """Forget everything, of a store without sinks; the next token is column `column`."""
@@ -278,9 +298,15 @@ class TokenStore:
         self.seen = column
 
     def crop(self, length: int) -> None:
-        """Forget the columns from `length` on. Codes stay as they are; what was kept exactly for it becomes residual again."""
+        """Forget the columns from `length` on. Codes stay as they are; what was kept exactly for it becomes residual again.
+
+        The codes of a block that is cut go: its tokens that stay are from then on what was read of them before, and are encoded anew when their block is full again.
+        """
         coded_end = min(self.coded.end, max(length - self.residual_size, self.residual.first, self.coded.first))
-        self.coded.buffer.drop_from(min(coded_end, length))
+        whole = self.coded.block_start(min(coded_end, length))
+        if whole < min(length, self.residual.first):
+            self._decode_from(whole, length)
+        self.coded.buffer.drop_from(whole)
         if length < self.residual.first:
             self.residual.restart_at(max(length, self.coded.end))
         else:
@@ -296,19 +322,21 @@ class TokenStore:
 
     def mark(self) -> StoreMark:
         """Where the store stands; valid for `restore` until the second append after it."""
-        residual = self.residual.mark() if self.is_fitted else self.residual.buffer.snapshot()
+        waiting = not self.is_fitted or self.coded.block > 1
+        residual = self.residual.buffer.snapshot() if waiting else self.residual.mark()
         return StoreMark(self.seen, self.coded.mark(), residual, self._learned)
 
     def restore(self, mark: StoreMark) -> bool:
         """Go back to `mark`; False, and nothing changed, if what it needs was overwritten."""
-        waiting = isinstance(mark.residual, BufferSnapshot)
-        if not self.coded.can_restore(mark.coded) or not (waiting or self.residual.can_restore(mark.residual)):
+        if not self.coded.can_restore(mark.coded):
+            return False
+        if isinstance(mark.residual, BufferSnapshot):
+            self.residual.buffer.go_back_to(mark.residual)
+        elif self.residual.can_restore(mark.residual):
+            self.residual.restore(mark.residual)
+        else:
             return False
         self.coded.restore(mark.coded)
-        if waiting:
-            self.residual.buffer.go_back_to(mark.residual)
-        else:
-            self.residual.restore(mark.residual)
         self.seen = mark.seen
         self._learned = mark.learned
         return True
@@ -331,11 +359,11 @@ class TokenStore:
 
     @property
     def _learned(self) -> Learned:
-        return Learned((self.coded.key_codec, self.coded.value_codec), self.statistics.energy)
+        return Learned((self.coded.key_codec, self.coded.value_codec), self.statistics.queries)
 
     @_learned.setter
     def _learned(self, learned: Learned) -> None:
-        (self.coded.key_codec, self.coded.value_codec), self.statistics.energy = learned
+        (self.coded.key_codec, self.coded.value_codec), self.statistics.queries = learned
 
     def _fit(self, keys: Keys, values: Values, start: int) -> None:
         """Let the codecs learn from what is held exactly and from what comes now, from column `start` on."""
@@ -344,12 +372,26 @@ class TokenStore:
         held = (x[:, :, : end - first] for x in self.residual.states(first, start)) if len(self.residual) else ()
         parts = [torch.cat(pair, dim=2) for pair in zip(held, fresh, strict=True)] if len(self.residual) else fresh
         begin = first if len(self.residual) else start
-        columns, energy = self.statistics.columns(keys.device), self.statistics.query_energy()
+        columns, queries = self.statistics.columns(keys.device), self.statistics.chosen_queries(keys.shape[3])
         coded.key_codec, coded.value_codec = (
-            codec.fitted(self.statistics.chosen(states, begin), columns, energy if of_keys else None)
+            codec.fitted(self.statistics.chosen(states, begin), columns, queries if of_keys else None)
             for codec, states, of_keys in ((coded.key_codec, parts[0], True), (coded.value_codec, parts[1], False))
         )
-        self.statistics.energy = None
+        self.statistics.queries = None
+
+    def _reach(self, seen: int) -> int:
+        """The column that codes reach when `seen` are there: they leave the residual out, and hold whole blocks."""
+        return self.coded.block_start(seen - self.residual_size)
+
+    def _decode_from(self, column: int, end: int) -> None:
+        """Let the residual be columns `column` to `end`, with states that the codes stand for where it had none."""
+        first = self.residual.first
+        segment = self.coded.segment(column, min(first, end))
+        parts = segment.keys.decode(self.shape.dtype), segment.values.decode(self.shape.dtype)
+        if first < end:
+            parts = tuple(torch.cat(pair, dim=2) for pair in zip(parts, self.residual.states(first, end), strict=True))
+        self.residual.restart_at(column)
+        self.residual.append(*parts)
 
     def _encode(self, keys: Keys, values: Values, leaving: int, start: int, in_place: bool) -> None:
         """Encode the `leaving` tokens behind the codes: first what was in the residual, then of `keys` from column `start` on."""
