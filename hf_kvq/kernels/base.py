@@ -72,6 +72,9 @@ class Operand:
         decoder: Writes the states that parts stand for into a tensor, in its dtype; where they are coded in a basis, those in the basis.
         grid: How codes lie where the layout is "grid".
         basis: In which the states are coded, if they are.
+        block: Tokens that are coded together; the parts hold whole blocks.
+        skipped: Tokens at the front of the parts that are not among these.
+        count: How many tokens these are; None for all that the parts hold.
     """
 
     layout: Layout
@@ -80,15 +83,23 @@ class Operand:
     decoder: Callable[[Mapping[str, Tensor], Tensor], None]
     grid: Grid | None = None
     basis: PlacedBasis | None = None
+    block: int = 1
+    skipped: int = 0
+    count: int | None = None
 
     @property
     def tokens(self) -> int:
-        return self.parts["codes"].shape[2]
+        return self.parts["codes"].shape[2] if self.count is None else self.count
 
     def slice(self, first: int, end: int) -> Operand:
-        """Tokens `first` to `end`, without a copy."""
-        parts = {name: part[:, :, first:end] for name, part in self.parts.items()}
-        return replace(self, parts=parts, basis=None if self.basis is None else self.basis.slice(first, end))
+        """Tokens `first` to `end`, without a copy: the blocks that they are in."""
+        basis = None if self.basis is None else self.basis.slice(first, end)
+        if self.block == 1:
+            return replace(self, parts=self._columns(first, end), basis=basis)
+        begin, stop = first + self.skipped, end + self.skipped
+        skipped = begin % self.block
+        parts = self._columns(begin - skipped, stop + -stop % self.block)
+        return replace(self, parts=parts, basis=basis, skipped=skipped, count=end - first)
 
     def of_rows(self, rows: Int[Tensor, " rows"]) -> Operand:
         """Some rows, as a copy; float8 is indexed as bytes."""
@@ -108,18 +119,31 @@ class Operand:
     def decode(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads tokens dim"]:
         """The states as a new tensor."""
         codes = self.parts["codes"]
-        out = torch.empty(*codes.shape[:3], self.dim, dtype=dtype, device=codes.device)
+        out = torch.empty(*codes.shape[:2], self.tokens, self.dim, dtype=dtype, device=codes.device)
         self.decode_into(out)
         return out
 
     def decode_into(self, out: Float[Tensor, "batch kv_heads tokens dim"]) -> None:
         """Write the states into `out`."""
         if self.basis is None:
-            self.decoder(self.parts, out)
+            self._write(out)
             return
         wide = torch.empty_like(out, dtype=compute_dtype(out.dtype))
-        self.decoder(self.parts, wide)
+        self._write(wide)
         out.copy_(self.basis.restore(wide))
+
+    def _columns(self, first: int, end: int) -> dict[str, Tensor]:
+        return {name: part[:, :, first:end] for name, part in self.parts.items()}
+
+    def _write(self, out: Float[Tensor, "batch kv_heads tokens dim"]) -> None:
+        """Write the states as they are coded."""
+        held = self.parts["codes"].shape[2]
+        if held == out.shape[2]:
+            self.decoder(self.parts, out)
+            return
+        blocks = out.new_empty(*out.shape[:2], held, self.dim)
+        self.decoder(self.parts, blocks)
+        out.copy_(blocks[:, :, self.skipped : self.skipped + out.shape[2]])
 
 
 class Kernel(ABC):

@@ -6,6 +6,7 @@ Every region answers the same questions, so a layer never asks what codec it hol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -27,6 +28,8 @@ class Region:
         key_codec, value_codec = codecs
         self.key_codec = key_codec
         self.value_codec = value_codec
+        self.block = math.lcm(key_codec.block, value_codec.block)
+        """Tokens that are encoded together; whole blocks are held, counted from the oldest token."""
         self.buffer = TokenBuffer(spare)
         alone = key_codec.layout == value_codec.layout and not (
             key_codec.depends_on_chunks or value_codec.depends_on_chunks
@@ -65,7 +68,7 @@ class Region:
         """Encode tokens and keep their codes.
 
         Args:
-            keys: Finite states.
+            keys: Finite states of whole blocks of tokens.
             values: Likewise.
             in_place: Whether older tokens may move within their storage to make room; what `segment` gave then reads other tokens.
         """
@@ -94,7 +97,19 @@ class Region:
 
     def segment(self, first: int, end: int) -> Segment:
         """Tokens `first` to `end` as they are stored, without a copy."""
-        return Segment(first, *self.operands(self.buffer.view(first, end), first))
+        begin, stop = self.block_start(first), self.block_start(end + self.block - 1)
+        keys, values = self.operands(self.buffer.view(begin, stop), begin)
+        if (begin, stop) != (first, end):
+            keys, values = (operand.slice(first - begin, end - begin) for operand in (keys, values))
+        return Segment(first, keys, values)
+
+    def block_start(self, token: int) -> int:
+        """Where the block begins that token number `token` is in, or would be; a token older than all here is in none."""
+        return token - max(token - self.first, 0) % self.block
+
+    def drop_before(self, token: int) -> None:
+        """Forget the blocks whose tokens all have numbers below `token`."""
+        self.buffer.drop_before(self.block_start(token))
 
     def operands(
         self, codes: Mapping[str, Tensor], columns: int | Int[Tensor, "batch kv_heads tokens"]
@@ -108,7 +123,8 @@ class Region:
         tokens = next(iter(codes.values())).shape[2]
         keys, values = (
             Operand(
-                codec.layout, _part(codes, prefix), dim, codec.decode_into, codec.grid_of(dim), codec.basis_at(columns, tokens)
+                codec.layout, _part(codes, prefix), dim, codec.decode_into, codec.grid_of(dim), codec.basis_at(columns, tokens),
+                codec.block,
             )
             for codec, prefix, dim in zip((self.key_codec, self.value_codec), ("key_", "value_"), self.dims, strict=True)
         )  # fmt: skip
