@@ -8,7 +8,8 @@ from oracles import attention, states
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvq.codecs import make_codec
-from hf_kvq.config import AffineConfig, IdentityConfig
+from hf_kvq.codecs.rotated import encode_grid
+from hf_kvq.config import AffineConfig, IdentityConfig, RotatedConfig
 from hf_kvq.kernels import (
     Kernel,
     Operand,
@@ -31,6 +32,16 @@ CODECS = {
     "seed_int8": AffineConfig(mode="int8", granularity="per_update"),
     "states": IdentityConfig(),
 }
+GRIDS = {
+    "grid 8": RotatedConfig(bits=8),
+    "grid 6": RotatedConfig(bits=6),
+    "grid 5": RotatedConfig(bits=5),
+    "grid 4": RotatedConfig(bits=4),
+    "grid 3": RotatedConfig(bits=3),
+    "grid 2": RotatedConfig(bits=2),
+    "grid 6 4 3 3": RotatedConfig(bits=(6, 4, 3, 3)),
+    "grid 4 2 1 1": RotatedConfig(bits=(4, 2, 1, 1)),
+}
 SHAPES = [
     # batch, kv_heads, groups, tokens, head_dim
     (1, 1, 1, 1, 40),
@@ -47,14 +58,19 @@ KERNELS = [pytest.param(kernel, id=kernel.name) for kernel in kernels_for("cpu")
 
 
 def operand(name: str, x: torch.Tensor) -> Operand:
-    """Codes as a store has them: a piece of a longer buffer."""
-    codec = make_codec(CODECS[name])
+    """Codes as a store has them: a piece of a longer buffer. Grids take the states as they are, as if in a basis."""
+    codec = make_codec((CODECS | GRIDS)[name])
+    grid = codec.grid_of(x.shape[3])
     parts = {}
-    for label, part in codec.encode(x).items():
+    if grid is None:
+        encoded = codec.encode(x)
+    else:
+        encoded = dict(zip(("codes", "scale"), encode_grid(x.double(), grid), strict=True))
+    for label, part in encoded.items():
         room = torch.zeros(*part.shape[:2], part.shape[2] + 9, part.shape[3], dtype=part.dtype)
         room[:, :, 4:-5] = part
         parts[label] = room[:, :, 4:-5]
-    return Operand(codec.layout, parts, x.shape[3], codec.decode_into)
+    return Operand(codec.layout, parts, x.shape[3], codec.decode_into, grid)
 
 
 def decoded(coded: Operand, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -71,11 +87,26 @@ def problem(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
     return query, operand(name, keys), operand(name, values)
 
 
-def run(kernel: Kernel, query, keys, values, visibility=None, softcap=None, first_column: int = 0) -> Partial:
+def run(
+    kernel: Kernel, query, keys, values, visibility=None, softcap=None, first_column: int = 0, logits=None, bias=None
+) -> Partial:
     visibility = visibility or Visibility(first_column + keys.tokens - query.shape[3], query.shape[3])
     if not kernel.supports(query, keys, values, visibility):
         pytest.skip(f"{kernel.name} leaves this to the next kernel")
-    return kernel.attend(query, keys, values, first_column, visibility, Scoring(query.shape[-1] ** -0.5, softcap))
+    scoring = Scoring(query.shape[-1] ** -0.5, softcap)
+    return kernel.attend(query, keys, values, first_column, visibility, scoring, logits, bias)
+
+
+def assert_as_exact_as_decoding_first(kernel: Kernel, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    query, keys, values = problem(name, shape, dtype)
+    exact, exact_lse = attention(query, decoded(keys), decoded(values), scaling=shape[-1] ** -0.5)
+    output, lse = run(kernel, query, keys, values)
+    dense = scaled_dot_product_attention(query[:, :, :, 0], decoded(keys, dtype), decoded(values, dtype))
+    # One rounding of the largest output: where decoding first happens to hit the exact number, nobody can be twice as good.
+    floor = torch.finfo(torch.float32).eps * exact.abs().max().item()
+    assert error(output, exact) <= 2 * error(dense[:, :, :, None], exact) + 2 * floor
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -87,15 +118,47 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CODECS)
 def test_the_error_is_at_most_twice_that_of_decoding_first(kernel, name, shape, dtype):
-    query, keys, values = problem(name, shape, dtype)
-    exact, exact_lse = attention(query, decoded(keys), decoded(values), scaling=shape[-1] ** -0.5)
-    output, lse = run(kernel, query, keys, values)
-    dense = scaled_dot_product_attention(query[:, :, :, 0], decoded(keys, dtype), decoded(values, dtype))
-    # One rounding of the largest output: where decoding first happens to hit the exact number, nobody can be twice as good.
-    floor = torch.finfo(torch.float32).eps * exact.abs().max().item()
-    assert error(output, exact) <= 2 * error(dense[:, :, :, None], exact) + 2 * floor
-    assert output.dtype == torch.float32
+    assert_as_exact_as_decoding_first(kernel, name, shape, dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 3, 37, 64), (3, 1, 2, 33, 80), (1, 2, 1, 129, 128), (1, 1, 2, 37, 256)], ids=str
+)
+@pytest.mark.parametrize("name", GRIDS)
+def test_low_bits_are_read_as_exactly(kernel, name, shape):
+    assert_as_exact_as_decoding_first(kernel, name, shape, torch.float32)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("names", [("grid 6 4 3 3", "grid 4"), ("grid 2", "int8"), ("int4", "grid 8")], ids=str)
+def test_every_kernel_takes_low_bits(kernel, names):
+    keys, values = (operand(name, states(1, 1, 5, 64)) for name in names)
+    assert kernel.supports(states(1, 1, 2, 1, 64), keys, values, Visibility(4, 1))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "grid 4", "grid 6 4 3 3"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_bias_is_added_to_the_dot_products(kernel, name, softcap):
+    query, keys, values = problem(name, (3, 2, 3, 300, 64))
+    bias, logits = states(3, 2, 3, 1, 300, seed=5), torch.empty(3, 2, 3, 1, 300)
+    real = torch.rand(3, 300, generator=torch.Generator().manual_seed(0)) < 0.7
+    visible = real[:, None, None, None]
+    # The bias of each query head as a channel of its own, which no other query head reads.
+    wide_keys = torch.cat((decoded(keys), bias[:, :, :, 0].transpose(2, 3).double()), dim=-1)
+    wide_query = torch.cat((query, torch.eye(3).expand(3, 2, 3, 3)[:, :, :, None]), dim=-1)
+    exact, exact_lse = attention(
+        wide_query, wide_keys, decoded(values), scaling=0.125, visible=visible, softcap=softcap
+    )
+    output, lse = run(
+        kernel, query, keys, values, Visibility(299, 1, real=real), softcap=softcap, logits=logits, bias=bias
+    )
+    assert error(output, exact) < CLOSE
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    weights = (logits - lse[..., None]).exp()
+    assert not weights.masked_fill(visible, 0).any()
+    assert error(torch.einsum("bhgqt,bhtc->bhgqc", weights.double(), decoded(values)), exact) < CLOSE
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -109,7 +172,7 @@ def test_many_tokens_are_summed_in_float32(kernel, name):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "grid 6 4 3 3"])
 def test_hidden_columns_take_no_part_and_a_row_that_sees_none_gives_zeros(kernel, name):
     query, keys, values = problem(name, (3, 2, 3, 300, 64))
     real = torch.rand(3, 300, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -134,21 +197,26 @@ def test_a_softcap_bounds_the_logits(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_keys_and_values_may_differ_in_codec_and_size(kernel):
+@pytest.mark.parametrize(
+    "names", [("int8", "int4"), ("grid 3", "int8"), ("fp8", "grid 6"), ("grid 8", "grid 5")], ids=str
+)
+def test_keys_and_values_may_differ_in_codec_and_size(kernel, names):
     query = states(2, 2, 3, 1, 40, seed=1)
-    keys, values = operand("int8", states(2, 2, 70, 40)), operand("int4", states(2, 2, 70, 24, seed=4))
+    keys, values = operand(names[0], states(2, 2, 70, 40)), operand(names[1], states(2, 2, 70, 24, seed=4))
     exact, _ = attention(query, decoded(keys), decoded(values), scaling=40**-0.5)
     output, _ = run(kernel, query, keys, values)
     assert error(output, exact) < CLOSE
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_threads_change_nothing_but_rounding(kernel):
-    query, keys, values = problem("int8", (1, 3, 3, 1100, 64))
-    one = run(kernel, query, keys, values)
+@pytest.mark.parametrize("name", ["int8", "grid 4"])
+def test_threads_change_nothing_but_rounding(kernel, name):
+    query, keys, values = problem(name, (1, 3, 3, 1100, 64))
+    bias = states(1, 3, 3, 1, 1100, seed=5)
+    one = run(kernel, query, keys, values, bias=bias)
     torch.set_num_threads(2)
     try:
-        two = run(kernel, query, keys, values)
+        two = run(kernel, query, keys, values, bias=bias)
     finally:
         torch.set_num_threads(1)
     torch.testing.assert_close(two.output, one.output, rtol=1e-5, atol=1e-6)
@@ -263,7 +331,7 @@ def test_the_compiled_encoder_writes_the_codecs_own_bits(shape, dtype):
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("layout", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("layout", ["int8", "fp8", "int4", "grid 4"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_logits_and_lse_give_the_weight_of_each_token(kernel, layout, softcap):
     query, keys, values = problem(layout, (2, 2, 3, 300, 64))

@@ -24,7 +24,7 @@ from hf_kvq.kernels.exact import attend_exact
 from hf_kvq.kernels.few import attend_few
 from hf_kvq.kernels.tiled import TiledKernel
 from hf_kvq.kernels.visibility import Visibility
-from hf_kvq.packing import Layout
+from hf_kvq.packing import Grid, Layout
 
 __all__ = [
     "FEW",
@@ -43,6 +43,7 @@ __all__ = [
     "attend_few",
     "compute_dtype",
     "encoder_for",
+    "grid_encoder_for",
     "kernels_for",
     "merge",
     "zero_logit",
@@ -63,6 +64,18 @@ def encoder_for(layout: Layout, device_type: str) -> Callable[[Tensor, Tensor, T
     except ImportError:
         return None
     return encode_int8
+
+
+@functools.cache
+def grid_encoder_for(device_type: str) -> Callable[[Tensor, Grid, Tensor, int, int], tuple[Tensor, Tensor]] | None:
+    """What makes codes and scales of states in their basis; None where the codec's own tensors are all there is."""
+    if device_type != "cpu":
+        return None
+    try:
+        from hf_kvq.kernels.numba_aim import encode_aimed
+    except ImportError:
+        return None
+    return encode_aimed
 
 
 @functools.cache

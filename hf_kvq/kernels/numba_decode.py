@@ -1,17 +1,21 @@
 """One query per row over codes on a CPU, compiled by numba: codes are read once and widened in the first-level cache.
 
 Work is split along the tokens (Flash-Decoding) and over heads. Inside a split, a few tokens at a time are widened into a scratch of
-float32 that all query heads of the group read. The exponential is a polynomial that the compiler turns into vectors; numpy's is scalar.
-Compiled at the first call, and kept on disk beside the module (or in numba's cache directory).
+float32 that all query heads of the group read. What widens a grid is compiled for it alone. The exponential is a polynomial that the
+compiler turns into vectors; numpy's is scalar. Compiled at the first call, and kept on disk beside the module (or in numba's cache directory).
 
 Only `hf_kvq.kernels` imports this module, and only where numba is installed.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import math
 import threading
-from typing import no_type_check
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, no_type_check
 
 import numba
 import numpy as np
@@ -23,8 +27,9 @@ from numba.extending import intrinsic
 from hf_kvq.kernels.base import Bias, Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.numba_memory import memory, pointer, prefetch
 from hf_kvq.kernels.visibility import Visibility
+from hf_kvq.packing import CURVES, PLANES, Grid, scale_of
 
-__all__ = ["NumbaDecodeKernel"]
+__all__ = ["NumbaDecodeKernel", "in_threads"]
 
 SPLIT = 256
 """Tokens of one piece of work."""
@@ -32,7 +37,7 @@ SPLIT = 256
 PARALLEL_FROM = 2**17
 """Codes of the keys below which starting threads costs more than they save."""
 
-_LAYOUTS = {"int8": 0, "e4m3": 1, "int4": 2}
+_LAYOUTS = {"int8": 0, "e4m3": 1, "int4": 2, "grid": 3}
 _LAUNCH = threading.Lock()
 _NOTHING = np.empty((0, 0), dtype=np.uint8)
 
@@ -74,28 +79,36 @@ class NumbaDecodeKernel(Kernel):
         arguments = (
             rows.data_ptr(), _place(keys), _place(values), output.data_ptr(), lse.data_ptr(), hidden,
             (batch, kv_heads, groups, keys.tokens, dim, values.dim), scoring.scaling, scoring.softcap or 0.0,
-            0 if logits is None else logits.data_ptr(),
+            0 if logits is None else logits.data_ptr(), 0 if bias is None else bias.data_ptr(),
         )  # fmt: skip
         if threads == 1:
             _attend(*arguments)
         else:
-            # One launch at a time: not every threading layer of numba bears two.
-            with _LAUNCH:
-                before = numba.get_num_threads()
-                numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+            with in_threads(threads):
                 _attend_in_parallel(*arguments)
-                numba.set_num_threads(before)
         return Partial(output, lse)
 
 
+@contextmanager
+def in_threads(threads: int) -> Iterator[None]:
+    """Let numba use so many threads. One launch at a time: not every threading layer of numba bears two."""
+    with _LAUNCH:
+        before = numba.get_num_threads()
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            numba.set_num_threads(before)
+
+
 def _place(operand: Operand) -> tuple[int, ...]:
-    """Where codes and scale are, with their strides over rows, heads and tokens; their layout; whether the scale is bfloat16."""
-    codes, scale = operand.parts["codes"], operand.parts["scale"]
+    """Where codes and scale are, with their strides over rows, heads and tokens; their layout; whether the scale is bfloat16; what widens a grid."""
+    codes, scale, grid = operand.parts["codes"], operand.parts["scale"], operand.grid
     steps = scale.stride()
     by_head = steps[1] if scale.shape[1] > 1 else 0
     return (
         codes.data_ptr(), *codes.stride()[:3], scale.data_ptr(), steps[0], by_head, steps[2], _LAYOUTS[operand.layout],
-        int(scale.dtype == torch.bfloat16),
+        int(scale.dtype == torch.bfloat16), 0 if grid is None else _widener(grid).address,
     )  # fmt: skip
 
 
@@ -108,14 +121,166 @@ _LOG2_E = np.float32(math.log2(math.e))
 _LN_2 = np.float32(math.log(2.0))
 _TO_E4M3 = np.float32(2.0**120)
 _E4M3_BITS = np.int32(-(2**31) + 0x7F00000)
+_LANES = 16
+_WORD = ir.IntType(64)
+
+
+@functools.cache
+def _widener(grid: Grid) -> Any:
+    """What widens tokens of this grid, compiled for it alone, so that where a channel's bits lie is a constant.
+
+    Planes of small tiers run over two or four bytes: a loop over their channels would never fill a vector.
+    """
+    # As text, since only text and numbers are known when code is generated. Being part of the function's key on disk, a change of it compiles anew.
+    description = repr((grid.dim, grid.group_size, [(PLANES[bits], CURVES[bits]) for bits in grid.bits]))
+    table = scale_of(torch.arange(256, dtype=torch.uint8), torch.float32).numpy()
+
+    @numba.cfunc(types.void(*(types.int64,) * 6), cache=True)
+    @no_type_check
+    def widen(codes, step, scales, scale_step, out, count):
+        _widen_tokens(description, codes, step, scales, scale_step, table.ctypes.data, out, count)
+
+    return widen
+
+
+@intrinsic
+@no_type_check
+def _call(typing_context, address, codes, step, scales, scale_step, out, count):
+    """Call what `_widener` compiled."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 6)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 7), generate
+
+
+@intrinsic(prefer_literal=True)
+@no_type_check
+def _widen_tokens(typing_context, description, codes, step, scales, scale_step, table, out, count):
+    """Write the numbers of `count` tokens to `out`; it, the codes, their scales and the table of scales are addresses."""
+
+    def generate(context, builder, signature, arguments):
+        _, codes, step, scales, scale_step, table, out, count = arguments
+        dim, group_size, tiers = ast.literal_eval(description.literal_value)
+        with cgutils.for_range(builder, count, intp=_WORD) as loop:
+            token = _Token(
+                builder,
+                codes=builder.add(codes, builder.mul(loop.index, step)),
+                scales=builder.add(scales, builder.mul(loop.index, scale_step)),
+                table=table,
+                out=builder.add(out, builder.mul(loop.index, _WORD(4 * dim))),
+            )
+            start, channels = 0, dim // len(tiers)
+            for tier, (planes, bend) in enumerate(tiers):
+                token.widen(start, range(tier * channels, (tier + 1) * channels), planes, bend, group_size)
+                start += channels * sum(planes) // 8
+        return context.get_dummy_value()
+
+    return types.void(description, *(types.int64,) * 7), generate
+
+
+@no_type_check
+class _Token:
+    """Generates the code that widens one token, vector by vector."""
+
+    def __init__(self, builder, codes, scales, table, out):
+        self.builder, self.codes, self.scales, self.table, self.out = builder, codes, scales, table, out
+        # Stores keep the compiler from seeing that two loads are the same.
+        self.bytes_of, self.scale_of = functools.cache(self.bytes_of), functools.cache(self.scale_of)
+
+    def widen(self, start, channels, planes, bend, group_size):
+        """A tier: its codes are at byte `start` and on."""
+        builder, least, middle = self.builder, len(channels) * min(planes) // 8, (2 ** sum(planes) - 1) / 2
+        # Vectors that share bytes follow each other: few bytes are held at a time.
+        for first in sorted(range(0, len(channels), _LANES), key=lambda first: first % least):
+            places = range(first, min(first + _LANES, len(channels)))
+            real = ir.VectorType(ir.FloatType(), len(places))
+            code = builder.sitofp(self.codes_of(start, len(channels), places, planes), real)
+            x = builder.fsub(code, ir.Constant(real, [middle] * len(places)))
+            scale = self.scale_of(tuple(channels[c] // group_size for c in places))
+            bent = builder.fmul(scale, ir.Constant(real, [bend] * len(places)))
+            slope = builder.fmul(builder.fmul(x, x), bent, flags=["contract"])
+            slope = builder.fadd(slope, scale, flags=["contract"])
+            builder.store(builder.fmul(x, slope), self.at(self.out, 4 * channels[first], real), align=4)
+
+    def codes_of(self, start, channels, places, planes):
+        """The codes at some places of a tier."""
+        builder, code, up = self.builder, None, 0
+        for plane in planes:
+            run = channels * plane // 8
+            part = self.bytes_of(start, run, places)
+            part = builder.lshr(part, _integers(plane * (c // run) for c in places))
+            part = builder.and_(part, _integers([2**plane - 1] * len(places)))
+            part = builder.shl(part, _integers([up] * len(places)))
+            code = part if code is None else builder.or_(code, part)
+            start, up = start + run, up + plane
+        return code
+
+    def bytes_of(self, start, run, places):
+        """Bytes `c % run` of a plane as integers."""
+        builder, lanes, first = self.builder, len(places), places[0] % run
+        if first + lanes <= run:
+            part = self.load(start + first, lanes)
+        elif run <= lanes:
+            part = self.load(start, run)
+            part = builder.shuffle_vector(part, part, _integers(c % run for c in places))
+        else:
+            # Around the end of the run; nothing beyond it is read.
+            parts = self.load(start + run - lanes, lanes), self.load(start, lanes)
+            split = places[0] + run - first
+            part = builder.shuffle_vector(*parts, _integers(c - split + lanes for c in places))
+        return builder.zext(part, ir.VectorType(ir.IntType(32), lanes))
+
+    def load(self, byte, count):
+        return self.builder.load(self.at(self.codes, byte, ir.VectorType(ir.IntType(8), count)), align=1)
+
+    def scale_of(self, groups):
+        """The scales of these groups."""
+        builder, lanes, scales = self.builder, len(groups), None
+        undefined = ir.Constant(ir.VectorType(ir.FloatType(), lanes), ir.Undefined)
+        for group in sorted(set(groups)):
+            code = builder.zext(builder.load(self.at(self.scales, group, ir.IntType(8))), _WORD)
+            scale = builder.load(self.at(builder.add(self.table, builder.mul(code, _WORD(4))), 0, ir.FloatType()))
+            scale = builder.insert_element(undefined, scale, _WORD(0))
+            scale = builder.shuffle_vector(scale, scale, _integers([0] * lanes))
+            both = _integers(lanes * (groups[i] == group) + i for i in range(lanes))
+            scales = scale if scales is None else builder.shuffle_vector(scales, scale, both)
+        return scales
+
+    def at(self, address, offset, kind):
+        return self.builder.inttoptr(self.builder.add(address, _WORD(offset)), kind.as_pointer())
+
+
+@no_type_check
+def _integers(values):
+    values = list(values)
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(values)), values)
+
+
+@numba.njit(cache=True)
+@no_type_check
+def _ask_for(codes, start, length):
+    """Prefetch what comes a little later than these bytes."""
+    for byte in range(0, length, 64):
+        prefetch(codes, start + byte + _AHEAD)
 
 
 @numba.njit(fastmath=_FAST, cache=True)
 @no_type_check
 def _widen(place, row, head, first, count, dim, floats):
-    """Codes of tokens `first` and on as float32, one token after the other, in `floats`; e4m3 codes come out as 2^-120 times theirs."""
+    """Codes of tokens `first` and on as float32, one token after the other, in `floats`.
+
+    Those of e4m3 come out as 2^-120 times theirs, those of a grid with their scales.
+    """
     codes = memory(place[0], np.int8)
     start = row * place[1] + head * place[2] + first * place[3]
+    if place[8] == 3:
+        _ask_for(codes, start, count * place[3])
+        scale = place[4] + row * place[5] + head * place[6] + first * place[7]
+        _call(place[10], place[0] + start, place[3], scale, place[7], floats.ctypes.data, count)
+        return
     width = dim // 2 if place[8] == 2 else dim
     if place[8] == 2:
         for token in range(count):
@@ -127,8 +292,7 @@ def _widen(place, row, head, first, count, dim, floats):
                 lower[c] = np.float32((packed & 15) - 8)
                 upper[c] = np.float32(((packed >> 4) & 15) - 8)
         return
-    for byte in range(0, count * place[3], 64):
-        prefetch(codes, start + byte + _AHEAD)
+    _ask_for(codes, start, count * place[3])
     # Tokens that follow each other without a gap, as a store holds them, are one long run.
     runs = 1 if place[3] == dim else count
     length = count * dim // runs
@@ -149,7 +313,10 @@ def _widen(place, row, head, first, count, dim, floats):
 @numba.njit(fastmath=_FAST, cache=True)
 @no_type_check
 def _read_scales(place, row, head, first, count, factor, out):
-    """Scales of tokens `first` and on times `factor`, and what mends the widened e4m3 codes."""
+    """Scales of tokens `first` and on times `factor`, and what mends the widened e4m3 codes; `factor` alone for a grid."""
+    if place[8] == 3:
+        out[:] = factor
+        return
     start = row * place[5] + head * place[6] + first * place[7]
     if place[9]:
         scales = memory(place[4], np.int16)
@@ -286,11 +453,11 @@ def _largest(logits):
 @numba.njit(fastmath=_FAST, cache=True)
 @no_type_check
 def _attend_split(
-    query, keys, values, row, head, first, count, visible, scaling, softcap, output, largest, total, shown
+    query, keys, values, row, head, first, count, visible, scaling, softcap, output, largest, total, shown, bias
 ):  # fmt: skip
     """Attention of one kv head's queries over `count` tokens: weighted sum of values, largest logit (base 2), sum of weights.
 
-    The logits themselves, with base e, go to `shown` if it is as long as the tokens.
+    The logits themselves, with base e, go to `shown` if it is as long as the tokens; `bias` is added to the dot products if it is.
     """
     groups, dim = query.shape
     value_dim = output.shape[1]
@@ -303,11 +470,15 @@ def _attend_split(
         _widen(keys, row, head, first + begin, some, dim, floats)
         for g in range(groups):
             _dots(query[g], floats, some, dim, scores[g, begin : begin + some])
-    _read_scales(keys, row, head, first, count, scaling if softcap > 0 else scaling * _LOG2_E, scales)
+    factor = scaling if softcap > 0 else scaling * _LOG2_E
+    _read_scales(keys, row, head, first, count, factor, scales)
     for g in range(groups):
         logits = scores[g]
         for i in range(count):
             logits[i] *= scales[i]
+        if bias.shape[1]:
+            for i in range(count):
+                logits[i] += bias[g, i] * factor
         if softcap > 0:
             for i in range(count):
                 logits[i] = softcap * np.float32(math.tanh(logits[i] / softcap)) * _LOG2_E
@@ -371,8 +542,8 @@ def _merge_splits(outputs, largest, total, output, lse):
 
 @numba.njit(cache=True)
 @no_type_check
-def _open(query, keys, values, output, lse, logits, sizes):
-    """Addresses and tuples as arrays; logits without tokens where there is no place for them."""
+def _open(query, keys, values, output, lse, logits, bias, sizes):
+    """Addresses and tuples as arrays; logits and bias without tokens where there is no place for them."""
     batch, kv_heads, groups, tokens, dim, value_dim = sizes
     key_place, value_place = np.empty(len(keys), np.int64), np.empty(len(values), np.int64)
     for i in range(len(keys)):
@@ -386,13 +557,18 @@ def _open(query, keys, values, output, lse, logits, sizes):
         numba.carray(
             pointer(logits if logits else lse), (batch, kv_heads, groups, tokens if logits else 0), np.float32
         ),
+        numba.carray(pointer(bias if bias else lse), (batch, kv_heads, groups, tokens if bias else 0), np.float32),
     )
 
 
 @numba.njit(fastmath=_FAST, cache=True)
 @no_type_check
-def _attend(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap, logits_at):
-    query, keys, values, output, lse, logits = _open(query_at, keys_at, values_at, output_at, lse_at, logits_at, sizes)
+def _attend(
+    query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap, logits_at, bias_at
+):  # fmt: skip
+    query, keys, values, output, lse, logits, bias = _open(
+        query_at, keys_at, values_at, output_at, lse_at, logits_at, bias_at, sizes
+    )
     batch, kv_heads, groups, dim = output.shape
     tokens = sizes[3]
     splits = (tokens + SPLIT - 1) // SPLIT
@@ -406,15 +582,19 @@ def _attend(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, sca
                 _attend_split(
                     query[row, head], keys, values, row, head, first, min(SPLIT, tokens - first), visible,
                     np.float32(scaling), np.float32(softcap), outputs[split], largest[split], total[split],
-                    logits[row, head, :, first : first + SPLIT],
+                    logits[row, head, :, first : first + SPLIT], bias[row, head, :, first : first + SPLIT],
                 )  # fmt: skip
             _merge_splits(outputs, largest, total, output[row, head], lse[row, head])
 
 
 @numba.njit(fastmath=_FAST, cache=True, parallel=True)
 @no_type_check
-def _attend_in_parallel(query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap, logits_at):
-    query, keys, values, output, lse, logits = _open(query_at, keys_at, values_at, output_at, lse_at, logits_at, sizes)
+def _attend_in_parallel(
+    query_at, keys_at, values_at, output_at, lse_at, visible, sizes, scaling, softcap, logits_at, bias_at
+):  # fmt: skip
+    query, keys, values, output, lse, logits, bias = _open(
+        query_at, keys_at, values_at, output_at, lse_at, logits_at, bias_at, sizes
+    )
     batch, kv_heads, groups, dim = output.shape
     tokens = sizes[3]
     splits = (tokens + SPLIT - 1) // SPLIT
@@ -427,7 +607,7 @@ def _attend_in_parallel(query_at, keys_at, values_at, output_at, lse_at, visible
         _attend_split(
             query[row, head], keys, values, row, head, first, min(SPLIT, tokens - first), visible,
             np.float32(scaling), np.float32(softcap), outputs[place, split], largest[place, split], total[place, split],
-            logits[row, head, :, first : first + SPLIT],
+            logits[row, head, :, first : first + SPLIT], bias[row, head, :, first : first + SPLIT],
         )  # fmt: skip
     for place in range(batch * kv_heads):
         row, head = place // kv_heads, place % kv_heads
