@@ -282,9 +282,11 @@ def fit_basis(
     packed = not balance and dim % 2 == 0
     shift, mean_scale = _integers(mean * basis.gains(torch.float64), 7 if packed else 127)
     basis = replace(basis, mean=pack_int4(shift) if packed else shift, mean_scale=mean_scale)
-    if covariance is None or not aims or dim % 2:
+    if not aims or not balance or dim % 2:
         return basis
-    directions, aim_scale = _integers(_aims(basis, covariance, aims), 7)
+    # Without queries they are zeros, so that a basis has the same size however the model attends.
+    directions = mean.new_zeros(*mean.shape[:2], aims, dim) if covariance is None else _aims(basis, covariance, aims)
+    directions, aim_scale = _integers(directions, 7)
     return replace(basis, aims=pack_int4(directions), aim_scale=aim_scale.squeeze(-1))
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "FarField",
     "HeavyHitters",
     "IdentityConfig",
+    "KiviConfig",
     "LayerQuant",
     "QuantConfig",
     "RotatedConfig",
@@ -93,9 +94,30 @@ class RotatedConfig:
         return (self.bits,) if isinstance(self.bits, int) else self.bits
 
 
-CodecConfig = IdentityConfig | AffineConfig | RotatedConfig
+@dataclass(frozen=True, kw_only=True)
+class KiviConfig:
+    """Asymmetric integers with a float16 scale and minimum for a group, after KIVI (arXiv:2402.02750); keys per channel, values per token.
+
+    Attributes:
+        bits: 4 or 2.
+        group_size: Tokens of a group of keys, a multiple of 8; tokens are exact until as many are there. Channels of a group of values, or the most below that divide head_dim.
+    """
+
+    kind: Literal["kivi"] = "kivi"
+    bits: int = 4
+    group_size: int = 32
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int) or self.bits not in (4, 2):
+            raise ValueError(f"bits must be 4 or 2, got {self.bits!r}")
+        _not_negative("group_size", self.group_size)
+        if self.group_size == 0 or self.group_size % 8:
+            raise ValueError(f"group_size must be a multiple of 8, got {self.group_size}; the default is 32")
+
+
+CodecConfig = IdentityConfig | AffineConfig | RotatedConfig | KiviConfig
 _CODEC_CONFIGS: Mapping[str, type[CodecConfig]] = MappingProxyType(
-    {"identity": IdentityConfig, "affine": AffineConfig, "rotated": RotatedConfig}
+    {"identity": IdentityConfig, "affine": AffineConfig, "rotated": RotatedConfig, "kivi": KiviConfig}
 )
 
 
@@ -116,6 +138,7 @@ class QuantConfig:
         values: Codec of the values; keys and values may differ.
         sinks: First real tokens of every row, kept exactly in the model's dtype.
         residual: Newest tokens, kept exactly until they leave it.
+        front: Codecs of the first half of a model's layers without the very first one, which lose most by few bits; None for the same as all.
         layers: Overrides by layer index; a mapping is kept as sorted pairs.
         name: How tables call it.
     """
@@ -124,6 +147,7 @@ class QuantConfig:
     values: CodecConfig
     sinks: int = 0
     residual: int = 0
+    front: LayerQuant | None = None
     layers: Mapping[int, LayerQuant] | tuple[tuple[int, LayerQuant], ...] = field(default=())
     name: str = "custom"
 
@@ -135,6 +159,8 @@ class QuantConfig:
                 )
         _not_negative("sinks", self.sinks)
         _not_negative("residual", self.residual)
+        if self.front is not None and not isinstance(self.front, LayerQuant):
+            raise ValueError(f"front must be a LayerQuant or None, got {self.front!r}")
         overrides = tuple(sorted(self.overrides, key=lambda item: item[0]))
         for index, override in overrides:
             _not_negative("layers", index)
@@ -147,9 +173,12 @@ class QuantConfig:
         """`layers` as sorted pairs."""
         return tuple(self.layers.items() if isinstance(self.layers, Mapping) else self.layers)
 
-    def for_layer(self, index: int) -> LayerQuant:
-        """The codecs of layer `index`."""
-        return dict(self.overrides).get(index, LayerQuant(keys=self.keys, values=self.values))
+    def for_layer(self, index: int, layers: int) -> LayerQuant:
+        """The codecs of layer `index` of a model of so many layers."""
+        rule = LayerQuant(keys=self.keys, values=self.values)
+        if self.front is not None and 1 <= index < layers / 2:
+            rule = self.front
+        return dict(self.overrides).get(index, rule)
 
     def to_dict(self) -> dict[str, Any]:
         """This scheme as JSON values; `from_dict` reads it back."""
@@ -159,10 +188,8 @@ class QuantConfig:
             "values": _codec_to_dict(self.values),
             "sinks": self.sinks,
             "residual": self.residual,
-            "layers": {
-                str(index): {"keys": _codec_to_dict(layer.keys), "values": _codec_to_dict(layer.values)}
-                for index, layer in self.overrides
-            },
+            "front": None if self.front is None else _layer_to_dict(self.front),
+            "layers": {str(index): _layer_to_dict(layer) for index, layer in self.overrides},
         }
 
     @staticmethod
@@ -177,15 +204,14 @@ class QuantConfig:
             raise ValueError(f"unknown fields of a scheme: {sorted(unknown)}; known are {sorted(known)}")
         if missing := {"keys", "values"} - set(data):
             raise ValueError(f"a scheme needs the fields {sorted(missing)}, got {sorted(data)}")
-        layers = {
-            int(index): LayerQuant(keys=_codec_from_dict(layer["keys"]), values=_codec_from_dict(layer["values"]))
-            for index, layer in data.get("layers", {}).items()
-        }
+        layers = {int(index): _layer_from_dict(layer) for index, layer in data.get("layers", {}).items()}
+        front = data.get("front")
         return QuantConfig(
             keys=_codec_from_dict(data["keys"]),
             values=_codec_from_dict(data["values"]),
             sinks=data.get("sinks", 0),
             residual=data.get("residual", 0),
+            front=None if front is None else _layer_from_dict(front),
             layers=tuple(layers.items()),
             name=data.get("name", "custom"),
         )
@@ -241,8 +267,28 @@ FarField = HeavyHitters | Clusters | tuple[HeavyHitters, Clusters]
 """What becomes of tokens that leave the window; with both, clusters take what heavy hitters leave."""
 
 
-def _preset(name: str, codec: CodecConfig) -> QuantConfig:
-    return QuantConfig(keys=codec, values=codec, name=name)
+def _preset(name: str, codec: CodecConfig, *, sinks: int = 0) -> QuantConfig:
+    return QuantConfig(keys=codec, values=codec, sinks=sinks, name=name)
+
+
+Bits = int | tuple[int, ...]
+
+
+def _low_bit(
+    name: str, keys: Bits, values: Bits, *, residual: int = 0, front: tuple[Bits, Bits] | None = None
+) -> QuantConfig:
+    coded = [
+        LayerQuant(keys=RotatedConfig(bits=k), values=RotatedConfig(bits=v))
+        for k, v in ((keys, values), front or (8, 8))
+    ]
+    return QuantConfig(
+        keys=coded[0].keys,
+        values=coded[0].values,
+        sinks=4,
+        residual=residual,
+        front=coded[1] if front else None,
+        name=name,
+    )
 
 
 PRESETS: Mapping[str, QuantConfig] = MappingProxyType(
@@ -252,6 +298,13 @@ PRESETS: Mapping[str, QuantConfig] = MappingProxyType(
         "fp8": _preset("fp8", AffineConfig(mode="fp8")),
         "seed_int8": _preset("seed_int8", AffineConfig(mode="int8", granularity="per_update")),
         "seed_fp8": _preset("seed_fp8", AffineConfig(mode="fp8", granularity="per_update")),
+        "q8": _low_bit("q8", 8, 8),
+        "q6": _low_bit("q6", 6, 6),
+        "q4": _low_bit("q4", 4, 4, residual=64),
+        "q3": _low_bit("q3", (4, 3, 3, 2), 3, residual=64),
+        "q2": _low_bit("q2", (3, 2, 2, 1), 2, residual=64, front=((4, 3, 3, 2), 3)),
+        "kivi4": _preset("kivi4", KiviConfig(bits=4), sinks=4),
+        "kivi2": _preset("kivi2", KiviConfig(bits=2), sinks=4),
     }
 )
 
@@ -276,6 +329,14 @@ def resolve_scheme(scheme: str | QuantConfig, *, sinks: int | None = None, resid
 
 def _codec_to_dict(codec: CodecConfig) -> dict[str, Any]:
     return {f.name: getattr(codec, f.name) for f in fields(codec)}
+
+
+def _layer_to_dict(layer: LayerQuant) -> dict[str, Any]:
+    return {"keys": _codec_to_dict(layer.keys), "values": _codec_to_dict(layer.values)}
+
+
+def _layer_from_dict(data: Mapping[str, Any]) -> LayerQuant:
+    return LayerQuant(keys=_codec_from_dict(data["keys"]), values=_codec_from_dict(data["values"]))
 
 
 def _codec_from_dict(data: Mapping[str, Any]) -> CodecConfig:

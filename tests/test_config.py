@@ -8,6 +8,7 @@ import json
 import pytest
 
 from hf_kvq import PRESETS, AffineConfig, IdentityConfig, LayerQuant, QuantConfig, resolve_scheme
+from hf_kvq.config import KiviConfig
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -27,8 +28,8 @@ def test_keys_values_and_layers_may_differ_and_survive_json():
         name="mixed",
     )
     assert QuantConfig.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
-    assert scheme.for_layer(3).keys == IdentityConfig()
-    assert scheme.for_layer(2) == LayerQuant(keys=scheme.keys, values=scheme.values)
+    assert scheme.for_layer(3, 4).keys == IdentityConfig()
+    assert scheme.for_layer(2, 4) == LayerQuant(keys=scheme.keys, values=scheme.values)
     assert hash(scheme) == hash(dataclasses.replace(scheme))
 
 
@@ -47,6 +48,9 @@ def test_sinks_and_residual_replace_the_schemes_own():
         (lambda: resolve_scheme("int8", residual=1.5), "residual must be .* got 1.5"),
         (lambda: AffineConfig(mode="int5"), "mode must be one of 'int8', 'fp8', 'int4', got 'int5'"),
         (lambda: AffineConfig(granularity="per_head"), "granularity must be one of"),
+        (lambda: KiviConfig(bits=3), "bits must be 4 or 2, got 3"),
+        (lambda: KiviConfig(group_size=20), "group_size must be a multiple of 8, got 20"),
+        (lambda: KiviConfig(group_size=0), "group_size must be a multiple of 8, got 0"),
         (lambda: QuantConfig(keys="int8", values=AffineConfig()), "keys must be a codec config, got 'int8'"),
         (
             lambda: QuantConfig(keys=AffineConfig(), values=AffineConfig(), layers={0: AffineConfig()}),

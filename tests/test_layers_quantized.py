@@ -20,7 +20,7 @@ WITHIN_TOKEN = ["identity", "int8", "fp8"]
 
 
 def quant(name: str) -> LayerQuant:
-    return PRESETS[name].for_layer(0)
+    return PRESETS[name].for_layer(0, 1)
 
 
 def kv(tokens: int, *, batch: int = 2, heads: int = 2, dim: int = 16, seed: int = 0, dtype=torch.float32):

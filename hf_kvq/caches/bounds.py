@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_kvq.codecs import make_codec
+from hf_kvq.codecs import Codec, make_codecs
 from hf_kvq.config import Clusters, FarField, HeavyHitters, LayerQuant
 from hf_kvq.far_field import MASS_BYTES, POSITION_BYTES, cluster_bytes
 from hf_kvq.layers import LiveConfig
@@ -29,6 +29,7 @@ class BoundsRule:
         index: Index of the layer.
         quant: Codecs of the layer.
         sinks: First real tokens of every row that stay exact.
+        residual: Newest tokens that stay exact.
         block: Tokens that leave together.
         window: Tokens that a query sees at least; None where a budget says it.
         far_field: What becomes of tokens that leave; under a budget only its kind counts.
@@ -39,6 +40,7 @@ class BoundsRule:
     index: int
     quant: LayerQuant
     sinks: int
+    residual: int
     block: int
     window: int | None
     far_field: FarField | None
@@ -56,7 +58,7 @@ class BoundsRule:
         heavy, clusters = Bounds.far(self.far_field)
         window = self.window
         if window is None:
-            window, heavy, clusters = self._split(shape, heavy, clusters)
+            window, heavy, clusters = self._split(shape, heavy, clusters, make_codecs(self.quant, rope))
         return Bounds(
             window=window,
             sinks=self.sinks,
@@ -68,22 +70,26 @@ class BoundsRule:
         )
 
     def _split(
-        self, shape: StateShape, heavy: HeavyHitters | None, clusters: Clusters | None
+        self,
+        shape: StateShape,
+        heavy: HeavyHitters | None,
+        clusters: Clusters | None,
+        codecs: tuple[Codec, Codec],
     ) -> tuple[int, HeavyHitters | None, Clusters | None]:
         assert self.budget_bytes_per_head is not None
-        token = sum(
-            make_codec(codec).bits_per_token(1, dim, shape.dtype)
-            for codec, dim in ((self.quant.keys, shape.key_dim), (self.quant.values, shape.value_dim))
-        )
-        token = -(-token // 8) + (MASS_BYTES if heavy else 0)
-        sinks = self.sinks * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+        dims = list(zip(codecs, (shape.key_dim, shape.value_dim), strict=True))
+        token = -(-sum(codec.bits_per_token(1, dim, shape.dtype) for codec, dim in dims) // 8)
+        token += MASS_BYTES if heavy else 0
+        exact = (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+        sinks = self.sinks * exact + sum(codec.bits_per_row(1, dim) for codec, dim in dims) // 8
+        sinks += self.residual * max(exact - token, 0)
         left = self.budget_bytes_per_head - sinks
         waiting = self.block - 1
         smallest = token * (32 + waiting)
         if left < smallest:
             raise ValueError(
-                f"layer {self.index}: budget_bytes_per_head={self.budget_bytes_per_head} does not pay for {self.sinks} sinks ({sinks} bytes) and a window of 32 in blocks "
-                f"of {self.block} ({smallest} bytes); give at least {sinks + smallest}, or fewer sinks"
+                f"layer {self.index}: budget_bytes_per_head={self.budget_bytes_per_head} does not pay for {self.sinks} sinks and {self.residual} exact tokens ({sinks} bytes) and a window of 32 in blocks "
+                f"of {self.block} ({smallest} bytes); give at least {sinks + smallest}, fewer sinks, or residual=0"
             )
         if heavy is None and clusters is None:
             return left // token - waiting, None, None

@@ -102,14 +102,15 @@ def expected_nbytes(
     """
     quant = None if scheme == "exact" else resolve_scheme(scheme)
     total = 0
-    for index, layer in enumerate(layer_memory(config, context)):
+    layers = layer_memory(config, context)
+    for index, layer in enumerate(layers):
         exact = layer.kv_heads * (layer.key_dim + layer.value_dim) * dtype.itemsize
         if quant is None or not layer.coded:
             total += layer.tokens * exact
             continue
         sinks = quant.sinks if layer.layer_type == "full_attention" else 0
         residual = min(quant.residual, max(layer.tokens - sinks, 0))
-        codecs = make_codecs(quant.for_layer(index), rope_of_layer(config, index, layer.key_dim))
+        codecs = make_codecs(quant.for_layer(index, len(layers)), rope_of_layer(config, index, layer.key_dim))
         dims = list(zip(codecs, (layer.key_dim, layer.value_dim), strict=True))
         learning = max(codec.statistics for codec in codecs)
         if layer.window is not None:

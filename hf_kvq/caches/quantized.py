@@ -29,6 +29,7 @@ class QuantizedCache(CodedCache):
         prefill: `"exact"`: tokens of a forward of several tokens see each other as they are, earlier ones as codes. `"coded"`: all
             are seen as codes, so that one pass equals decoding token by token where codes depend on one token alone.
         skip_layers: Layers that stay exact, by index or by layer type (`"sliding_attention"`).
+        check: Compare attention over the first codes of every layer with exact attention, and warn (`CodesUnfitWarning`) where a scheme is unfit for the model.
 
     Example:
         ```python
@@ -49,7 +50,9 @@ class QuantizedCache(CodedCache):
         residual: int | None = None,
         prefill: Literal["exact", "coded"] = "exact",
         skip_layers: Iterable[int | str] = (),
+        check: bool = False,
     ) -> None:
+        self.check = check
         scheme = resolve_scheme(scheme, sinks=sinks, residual=residual)
         super().__init__(config, scheme, prefill=prefill, skip_layers=skip_layers)
 
@@ -94,7 +97,7 @@ class QuantizedCache(CodedCache):
     def _coded_layer(self, index: int, *, sliding_window: int | None = None) -> QuantizedLayer:
         check_model_window(index, sliding_window)
         return QuantizedLayer(
-            self.scheme.for_layer(index),
+            self.scheme.for_layer(index, len(self.layer_types)),
             index=index,
             window=sliding_window,
             # The model was trained to see its window and nothing before it.
@@ -102,4 +105,5 @@ class QuantizedCache(CodedCache):
             residual=self.scheme.residual,
             prefill=self.prefill,
             model=self._model,
+            check=self.check,
         )

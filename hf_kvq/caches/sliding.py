@@ -47,7 +47,7 @@ class QuantizedSlidingWindowCache(CodedCache):
         sinks: First real tokens of every row that stay exact.
         far_field: None, `HeavyHitters(tokens)`, `Clusters(count)`, or a pair of both: clusters then take what heavy hitters leave.
         block: Tokens that leave the window together.
-        residual: Newest tokens that stay exact; None for the scheme's own number.
+        residual: Newest tokens that stay exact; None for the scheme's own number, or for none where a budget is given.
         prefill: As in `QuantizedCache`.
         skip_layers: Likewise.
         budget_bytes_per_head: In place of `window`: bytes of one kv head and row, split between window and far field as `BoundsRule` says; the numbers
@@ -75,6 +75,8 @@ class QuantizedSlidingWindowCache(CodedCache):
             raise ValueError(
                 f"give either window or budget_bytes_per_head, got window={window} and budget_bytes_per_head={budget_bytes_per_head}"
             )
+        if residual is None and budget_bytes_per_head is not None:
+            residual = 0
         scheme = resolve_scheme(scheme, sinks=sinks, residual=residual)
         if window is not None and window < max(2, scheme.residual + 1):
             raise ValueError(
@@ -142,7 +144,7 @@ class QuantizedSlidingWindowCache(CodedCache):
         )
 
     def _coded_layer(self, index: int, *, sliding_window: int | None = None) -> CodedLayer:
-        quant = self.scheme.for_layer(index)
+        quant = self.scheme.for_layer(index, len(self.layer_types))
         if sliding_window is not None:
             check_model_window(index, sliding_window)
             # The model was trained to see its window and nothing before it.
@@ -159,6 +161,7 @@ class QuantizedSlidingWindowCache(CodedCache):
             index=index,
             quant=quant,
             sinks=self.scheme.sinks,
+            residual=self.scheme.residual,
             block=self.block,
             window=self.window,
             far_field=self.far_field,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hf_kvq.codecs.affine import PerTokenAffineCodec, PerTokenInt4Codec, PerUpdateAffineCodec
 from hf_kvq.codecs.base import Codec, Codes
 from hf_kvq.codecs.identity import IdentityCodec
+from hf_kvq.codecs.kivi import KiviKeyCodec, KiviValueCodec
 from hf_kvq.codecs.rotated import RotatedCodec
-from hf_kvq.config import CodecConfig, IdentityConfig, LayerQuant, RotatedConfig
+from hf_kvq.config import CodecConfig, IdentityConfig, KiviConfig, LayerQuant, RotatedConfig
 from hf_kvq.rope import Rope
 
 __all__ = ["Codec", "Codes", "make_codec", "make_codecs"]
@@ -28,6 +29,8 @@ def make_codec(config: CodecConfig, *, keys: bool = False, rope: Rope | None = N
         return IdentityCodec()
     if isinstance(config, RotatedConfig):
         return RotatedCodec(config, rope=rope, balance=keys)
+    if isinstance(config, KiviConfig):
+        return KiviKeyCodec(config) if keys else KiviValueCodec(config)
     if config.mode == "int4":
         return PerTokenInt4Codec()
     per_granularity = {"per_token": PerTokenAffineCodec, "per_update": PerUpdateAffineCodec}

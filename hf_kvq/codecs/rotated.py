@@ -8,7 +8,7 @@ coded alone and at once, and attention reads the codes without leaving the basis
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from hf_kvq.config import RotatedConfig
 from hf_kvq.packing import PLANES, SCALE_ONE, SCALE_STEPS, Grid, scale_bytes, scale_of
 from hf_kvq.rope import Rope
 
-__all__ = ["STATISTICS", "TRIALS", "RotatedCodec", "encode_grid", "grid_for"]
+__all__ = ["STATISTICS", "TRIALS", "GridEncoder", "RotatedCodec", "encode_grid", "grid_for"]
 
 STATISTICS = 128
 """Tokens of a row that a basis is learned from."""
@@ -36,6 +36,10 @@ TRIALS = 12
 """Scales that are tried for each group, from the one that reaches its largest element on downwards, an eighth of a power of two apart."""
 
 
+GridEncoder = Callable[[Tensor, Grid, Tensor, int, int], tuple[Tensor, Tensor]]
+"""`encode_grid`, or what does the same."""
+
+
 class RotatedCodec(Codec):
     """Codes in a basis; there are none before it is known.
 
@@ -43,12 +47,21 @@ class RotatedCodec(Codec):
         config: Bits of each tier.
         rope: How the states were turned; None for values, and for models that turn nothing.
         balance: Whether channels get gains of their own; for keys.
+        compiled: A compiled `encode_grid` for a type of device, or None.
     """
 
     layout = "grid"
     statistics = STATISTICS
 
-    def __init__(self, config: RotatedConfig, *, rope: Rope | None = None, balance: bool = False) -> None:
+    def __init__(
+        self,
+        config: RotatedConfig,
+        *,
+        rope: Rope | None = None,
+        balance: bool = False,
+        compiled: Callable[[str], GridEncoder | None] = lambda device_type: None,
+    ) -> None:
+        self.compiled = compiled
         self.bits = config.tiers
         self.rope = rope
         self.balance = balance
@@ -94,7 +107,10 @@ class RotatedCodec(Codec):
         """In the basis, each code is the nearest level at the best of `TRIALS` scales."""
         assert self.basis is not None, "a basis comes before codes"
         coded = self.basis.at(first, states.shape[2]).code(states.double())
-        codes, scale = encode_grid(coded, grid_for(self.bits, states.shape[3]), self.basis.aimed(coded.dtype))
+        encode = self.compiled(states.device.type) or encode_grid
+        codes, scale = encode(
+            coded, grid_for(self.bits, states.shape[3]), self.basis.aimed(coded.dtype), TRIALS, FLIPS
+        )
         return {"codes": codes, "scale": scale}
 
     def basis_at(self, positions: int | Int[Tensor, "batch kv_heads tokens"], tokens: int) -> PlacedBasis:
@@ -119,7 +135,7 @@ class RotatedCodec(Codec):
         units = head_dim // 2 if paired else head_dim
         tiers = len(grid_for(self.bits, head_dim).bits)
         order = 0 if tiers == 1 else units * (8 if units <= 256 else 16)
-        aims = AIMS * (head_dim // 2 + 1) if self.balance and head_dim % 2 == 0 else 0  # where queries are known
+        aims = AIMS * (head_dim // 2 + 1) if self.balance and head_dim % 2 == 0 else 0
         mean = head_dim if self.balance or head_dim % 2 else head_dim // 2
         return kv_heads * (8 * (mean + 1 + (units if self.balance else 1) + aims) + order)
 
@@ -143,6 +159,8 @@ def encode_grid(
     states: Float[Tensor, "batch kv_heads tokens dim"],
     grid: Grid,
     aims: Float[Tensor, "batch kv_heads aims dim"] | None = None,
+    trials: int = TRIALS,
+    flips: int = FLIPS,
 ) -> tuple[UInt8[Tensor, "batch kv_heads tokens width"], UInt8[Tensor, "batch kv_heads tokens groups"]]:
     """Codes and scales: the nearest levels at that one of `TRIALS` scales of each group whose squared error is least.
 
@@ -150,6 +168,8 @@ def encode_grid(
         states: In float64, so that codes do not depend on how many tokens come together.
         grid: How they are to lie.
         aims: Directions u along which an error e costs `(u . e)^2` beside its `|e|^2`: codes then move to neighbouring levels while that lowers the cost.
+        trials: Scales that are tried.
+        flips: Codes of a token that move, at most.
     """
     tiers = list(zip(states.split(grid.tier, dim=-1), grid.bits, strict=True))
     levels = [grid.levels(bits).to(states.device) for _, bits in tiers]
@@ -158,7 +178,7 @@ def encode_grid(
     best = torch.full(largest.shape, torch.inf, dtype=states.dtype, device=states.device)
     codes = torch.zeros(states.shape, dtype=torch.uint8, device=states.device)
     scale = torch.zeros_like(largest)
-    for trial in range(TRIALS):
+    for trial in range(trials):
         byte = torch.where(largest > 0, (largest.int() - trial).clamp(min=1), 0).to(torch.uint8)
         step = scale_of(byte, states.dtype).clamp(min=2.0 ** (-SCALE_ONE / SCALE_STEPS))
         by_channel = step.repeat_interleave(grid.group_size, dim=-1)
@@ -173,12 +193,12 @@ def encode_grid(
         scale = torch.where(better, byte, scale)
         index = torch.cat(found, dim=-1).to(torch.uint8)
         codes = torch.where(better.repeat_interleave(grid.group_size, dim=-1), index, codes)
-    if aims is not None and aims.shape[2]:
-        codes = _aimed(states, codes, scale, grid, aims)
+    if aims is not None and bool(aims.any()):
+        codes = _aimed(states, codes, scale, grid, aims, flips)
     return grid.pack(codes), scale
 
 
-def _aimed(states: Tensor, codes: Tensor, scale: Tensor, grid: Grid, aims: Tensor) -> Tensor:
+def _aimed(states: Tensor, codes: Tensor, scale: Tensor, grid: Grid, aims: Tensor, flips: int) -> Tensor:
     """Codes of which one after the other, the one that gains most first, is moved by a level."""
     tiers = list(zip(range(0, grid.dim, grid.tier), grid.bits, strict=True))
     top = torch.cat([torch.full((grid.tier,), 2**bits - 1, device=codes.device) for _, bits in tiers])
@@ -190,7 +210,7 @@ def _aimed(states: Tensor, codes: Tensor, scale: Tensor, grid: Grid, aims: Tenso
     codes = codes.long()
     error = table[tier, codes] * step - states
     along = error @ aims.mT  # [batch, kv_heads, tokens, aims]
-    for _ in range(FLIPS):
+    for _ in range(flips):
         gain, move = _best_move(codes, error, along, step, table, tier, top, aims)
         best, channel = gain.max(dim=-1, keepdim=True)
         if not bool((best > 0).any()):

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_kvq.codecs import make_codec
 from hf_kvq.config import LayerQuant
 from hf_kvq.kernels import Visibility
+from hf_kvq.layers.canary import QUERIES, attention_error, warn_if_unfit
 from hf_kvq.layers.checks import check_states
 from hf_kvq.layers.coded import CodedLayer
 from hf_kvq.layers.live import LiveConfig
@@ -50,7 +51,7 @@ class AnnouncedView:
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values, decoded."""
-        return self._layer.answer(self, None).dense()
+        return self._layer.answer(self, None, 0.0).dense()
 
     def attend(
         self,
@@ -62,7 +63,7 @@ class AnnouncedView:
         sink_logits: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Store the tokens and answer their queries; see `StoreView.attend`."""
-        view = self._layer.answer(self, query)
+        view = self._layer.answer(self, query, scaling)
         return view.attend(query, visibility, scaling=scaling, softcap=softcap, sink_logits=sink_logits)
 
 
@@ -77,6 +78,7 @@ class QuantizedLayer(CodedLayer):
         residual: Newest tokens that stay exact.
         prefill: What tokens of one forward see of each other.
         model: The model's config, which says how it attends; None for a model that reads tensors.
+        check: Whether to compare attention over the first codes with exact attention, and to warn if it is far from it.
     """
 
     def __init__(
@@ -89,9 +91,11 @@ class QuantizedLayer(CodedLayer):
         residual: int = 0,
         prefill: Literal["exact", "coded"] = "exact",
         model: LiveConfig | None = None,
+        check: bool = False,
     ) -> None:
         super().__init__(quant, index=index, sinks=sinks, residual=residual, prefill=prefill, model=model)
         self.window = window
+        self.check = check
         self.store: TokenStore | None = None
         self._mark: StoreMark | None = None
         self._announced: AnnouncedView | None = None
@@ -157,6 +161,7 @@ class QuantizedLayer(CodedLayer):
             rope=rope_of_layer(self.model.config, self.index, shape.key_dim) if self._learns and self.model else None,
             most_statistics=None if self.window is None else self.window - 1,
         )
+        self.store.keeps_first = self.check
         self.is_initialized = True
 
     def update(
@@ -181,7 +186,7 @@ class QuantizedLayer(CodedLayer):
         self._settle()
         check_states(key_states, value_states, self.index, self.store.shape if self.store else None)
         padding_matters = self.store is None and self.padding is None
-        if self.attends_codes and self._learns and (self.store is None or not self.store.is_fitted):
+        if self.attends_codes and self._waits_for_queries:
             self._check_finite(key_states.detach(), value_states.detach())
             announced = self._announce(key_states, value_states)
             learn = partial(self._announce_anew, key_states, value_states) if padding_matters else None
@@ -195,11 +200,13 @@ class QuantizedLayer(CodedLayer):
         handle = CodedStates(view, learn, self.undo_update)
         return handle, handle
 
-    def answer(self, view: AnnouncedView, query: Float[Tensor, "batch heads queries key_dim"] | None) -> StoreView:
+    def answer(
+        self, view: AnnouncedView, query: Float[Tensor, "batch heads queries key_dim"] | None, scaling: float
+    ) -> StoreView:
         """Take the tokens that were announced, with their queries; returns what these read."""
         if view is self._announced:
             self._announced = None
-            view.taken = self._take(*view.states, query)
+            view.taken = self._take(*view.states, query, scaling)
         if view.taken is None:
             raise ValueError(
                 f"layer {self.index}: these states were taken back or stored before their queries came; run the forward again"
@@ -250,6 +257,13 @@ class QuantizedLayer(CodedLayer):
             self.store.drop_before(self._visible_from(length))
 
     @property
+    def _waits_for_queries(self) -> bool:
+        """Whether tokens are stored together with their queries: codecs learn from them, or the first codes are checked by them."""
+        if self.store is None:
+            return self._learns or self.check
+        return not self.store.is_fitted or self.store.keeps_first
+
+    @property
     def _window(self) -> int:
         assert self.window is not None
         return self.window
@@ -282,6 +296,7 @@ class QuantizedLayer(CodedLayer):
         key_states: Tensor,
         value_states: Tensor,
         query: Float[Tensor, "batch heads queries key_dim"] | None = None,
+        scaling: float | None = None,
     ) -> StoreView:
         """Store new tokens; returns what attention reads in this forward."""
         keys, values = self._prepared(key_states, value_states)
@@ -306,9 +321,27 @@ class QuantizedLayer(CodedLayer):
                 self.store.restart_at(self.seen + tokens - kept)
                 keys, values = keys[:, :, -kept:], values[:, :, -kept:]
             self.store.append(keys, values, recording=self.record_past, in_place=False)
+        if self.check and self.store.first_encoded is not None:
+            self._check_codes(self.store, key_states if grouped is None else grouped, scaling)
         if self.window is not None and not self.record_past:
             self.store.drop_before(self._visible_from(self.seen))
         return view
+
+    def _check_codes(self, store: TokenStore, query: Tensor, scaling: float | None) -> None:
+        """Warn if attention over the first codes is far from exact. Without queries keys stand in for them."""
+        assert store.first_encoded is not None
+        column, keys, values = store.first_encoded
+        store.first_encoded, store.keeps_first = None, False
+        segment = store.coded.segment(column, column + keys.shape[2])
+        read = segment.keys.decode(torch.float32), segment.values.decode(torch.float32)
+        query = query[:, :, None] if query.ndim == 4 else query
+        query = query[:, :, :, -QUERIES:]
+        first_query = self.seen - query.shape[3]
+        behind = max(column + keys.shape[2] // 2 - first_query, 0)
+        query = query[:, :, :, min(behind, query.shape[3] - 1) :]
+        ahead = self.seen - query.shape[3] - column
+        scaling = scaling or keys.shape[3] ** -0.5
+        warn_if_unfit(attention_error(query, (keys, values), read, ahead=ahead, scaling=scaling), self.index)
 
     def _take_anew(self, key_states: Tensor, value_states: Tensor, real: Bool[Tensor, "batch columns"]) -> StoreView:
         """Store the first forward's tokens again, now that it is known which of them are padding."""

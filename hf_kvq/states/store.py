@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_kvq.codecs import Codec, make_codec, make_codecs
 from hf_kvq.config import IdentityConfig, LayerQuant
-from hf_kvq.kernels import Operand, Query
+from hf_kvq.kernels import Operand, Query, grid_encoder_for
 from hf_kvq.rope import Rope
 from hf_kvq.states.buffer import BufferMark, BufferSnapshot
 from hf_kvq.states.region import Region
@@ -32,6 +32,9 @@ __all__ = ["ROLLBACK", "StateShape", "StoreMark", "StoreSnapshot", "TokenStore"]
 
 ROLLBACK = 128
 """Exact tokens that are kept behind the residual on request, so that a crop by as many brings back what was exact."""
+
+FIRST = 128
+"""Tokens that `first_encoded` holds at most."""
 
 Keys = Float[Tensor, "batch kv_heads tokens key_dim"]
 Values = Float[Tensor, "batch kv_heads tokens value_dim"]
@@ -121,7 +124,7 @@ class TokenStore:
         self.residual_size = residual
         self.seen = 0
         dims = shape.key_dim, shape.value_dim
-        self.coded = Region(make_codecs(quant, rope), dims, spare=spare)
+        self.coded = Region(make_codecs(quant, rope, grid_encoder_for), dims, spare=spare)
         if spare is not None and self.coded.block > 1:
             raise ValueError(
                 f"layer {layer}: this scheme encodes tokens in blocks of {self.coded.block}, and the tokens of a bounded cache leave one by one; "
@@ -134,6 +137,10 @@ class TokenStore:
             self.residual.restart_at(self.sinks.start)
         wanted = max(self.coded.key_codec.statistics, self.coded.value_codec.statistics)
         count = wanted if most_statistics is None else min(wanted, most_statistics)
+        self.keeps_first = False
+        """Whether the first tokens that are encoded are handed to `first_encoded`, as they came."""
+        self.first_encoded: tuple[int, Keys, Values] | None = None
+        """The column of the first, their keys and their values; whoever takes them sets None."""
         self.statistics = Statistics(count, [first + sinks for first in first_tokens])
 
     @property
@@ -400,4 +407,6 @@ class TokenStore:
         if start > self.coded.end:
             held = self.residual.states(self.coded.end, min(self.coded.end + leaving, start))
             parts = tuple(torch.cat(pair, dim=2) for pair in zip(held, parts, strict=True)) if direct else held
+        if self.keeps_first and not self.coded.tokens_encoded:
+            self.first_encoded = self.coded.end, parts[0][:, :, :FIRST], parts[1][:, :, :FIRST]
         self.coded.append(*parts, in_place=in_place)
