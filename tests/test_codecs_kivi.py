@@ -18,7 +18,7 @@ from hf_kvq.config import AffineConfig, KiviConfig, LayerQuant
 from hf_kvq.layers import QuantizedLayer, RowPadding
 from hf_kvq.states.region import Region
 
-KIVI4 = PRESETS["kivi4"].for_layer(0)
+KIVI4 = PRESETS["kivi4"].for_layer(0, 1)
 BLOCK = 32
 DIMS = [40, 64, 80, 128]
 SIDES = pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
