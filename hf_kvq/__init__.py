@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hf_kvq.attention import ATTENTION
 from hf_kvq.caches import QuantizedCache, QuantizedSlidingWindowCache, expected_nbytes
 from hf_kvq.codecs.affine import (
@@ -17,8 +19,10 @@ from hf_kvq.config import (
     Clusters,
     HeavyHitters,
     IdentityConfig,
+    KiviConfig,
     LayerQuant,
     QuantConfig,
+    RotatedConfig,
     resolve_scheme,
 )
 from hf_kvq.far_field import EvictedBlock
@@ -29,7 +33,11 @@ from hf_kvq.far_field.outliers import (
     quantize_cluster_outliers,
 )
 from hf_kvq.far_field.snapshots import OutlierSnapshots
+from hf_kvq.layers import CodesUnfitWarning
 from hf_kvq.states import HookError
+
+if TYPE_CHECKING:
+    from hf_kvq.evaluation import allocate
 
 __all__ = [
     "ATTENTION",
@@ -38,17 +46,21 @@ __all__ = [
     "AffineQuantized",
     "ClusterBank",
     "Clusters",
+    "CodesUnfitWarning",
     "EvictedBlock",
     "HeavyHitters",
     "HookError",
     "IdentityConfig",
+    "KiviConfig",
     "LayerQuant",
     "OutlierSnapshots",
     "QuantConfig",
     "QuantizedCache",
     "QuantizedClusterOutliers",
     "QuantizedSlidingWindowCache",
+    "RotatedConfig",
     "SortedProfileEncoding",
+    "allocate",
     "birth_and_merge",
     "cluster_responsibilities",
     "dequantize_cluster_outliers",
@@ -65,3 +77,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """`allocate`, whose module is imported when it is first asked for: caches do without evaluations."""
+    if name != "allocate":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_kvq.evaluation import allocate
+
+    return allocate

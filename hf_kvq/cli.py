@@ -2,9 +2,10 @@
 
     hf-kvq generate   stream text with a cache of codes, then say what the cache holds
     hf-kvq eval       perplexity receipts: a table, one JSON file a scheme, a plot
+    hf-kvq allocate   a scheme for a model: bits by layer, by what each costs, in a JSON file that every --cache takes
     hf-kvq memory     bytes of each scheme at a context length, from a model's config alone
 
-Without `--model` all three run on the embedded default, and say so. What goes wrong is one line on standard error and exit code 2.
+Without `--model` all four run on the embedded default, and say so. What goes wrong is one line on standard error and exit code 2.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -34,20 +37,31 @@ from hf_kvq.evaluation import (
     evaluate_schemes,
     heading,
     load_model,
+    load_text,
     plot,
     rerun,
     table,
 )
+from hf_kvq.evaluation.allocation import (
+    PROBE_BITS,
+    Assigned,
+    Sensitivity,
+    average_bits,
+    measure_and_assign,
+    scheme_of,
+    token_ids,
+)
 from hf_kvq.evaluation.candidates import Exact
 from hf_kvq.evaluation.config import Attending, Bos, Dtype, Join, Prefill, Protocol
 from hf_kvq.evaluation.models import cache_argument
+from hf_kvq.layers import CodesUnfitWarning
 from hf_kvq.states import ATTENTION
 
 __all__ = ["main"]
 
 _DTYPES = get_args(Dtype)
 _ATTENTION = {"dense": "sdpa", "fused": ATTENTION}
-_SCHEMES = f"{EXACT} {' '.join(PRESETS)}"
+_SCHEMES = f"{EXACT} {' '.join(PRESETS)}, or a scheme's JSON file"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,13 +87,14 @@ def _generate(args: argparse.Namespace) -> None:
         print(f"Model: {loaded.title}, {args.dtype} ({loaded.source}).")
         print(f"Prompt: {args.prompt}\n")
     prompt_tokens = inputs["input_ids"].shape[1]
-    output = cast(Any, loaded.model).generate(
-        **inputs,
-        **{cache_argument(loaded.model): cache},
-        max_new_tokens=args.max_new_tokens,
-        do_sample=False,
-        streamer=None if args.json else TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
-    )
+    with _unfit_in_lines():
+        output = cast(Any, loaded.model).generate(
+            **inputs,
+            **{cache_argument(loaded.model): cache},
+            max_new_tokens=args.max_new_tokens,
+            do_sample=False,
+            streamer=None if args.json else TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
     found = _cache_figures(args.cache, cache, loaded.model.config)
     if args.json:
         text = loaded.tokenizer.decode(output[0, prompt_tokens:], skip_special_tokens=True)
@@ -123,6 +138,40 @@ def _rerun(args: argparse.Namespace) -> None:
     print(heading([found]), compare(recorded, found), sep="\n\n")
 
 
+def _allocate(args: argparse.Namespace) -> None:
+    path = Path(args.out)
+    if path.suffix != ".json":
+        raise ValueError(f"--out must end in .json, by which --cache knows a file, got {args.out!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    loaded = load_model(args.model, revision=args.revision, dtype=args.dtype, device=args.device)
+    loaded.model.set_attn_implementation(_ATTENTION[args.attention])
+    text = load_text(args.text)
+    ids = token_ids(text.text, loaded.tokenizer)[: args.tokens]
+    with _Bar() as bar:
+        found, assigned = measure_and_assign(loaded.model, ids, args.bits, sinks=args.sinks, progress=bar)
+    scheme = scheme_of(assigned, sinks=args.sinks, residual=args.residual, name=path.stem)
+    scheme.save(path)
+    average = average_bits(found, assigned)
+    layers = _allocated_layers(found, assigned)
+    if args.json:
+        settings = {"model": loaded.title, "text": text.name, "tokens": len(ids), "attention": args.attention}
+        _print_json(
+            {**settings, "bits": args.bits, "average": average, "layers": layers, "path": str(path)}
+            | {"scheme": scheme.to_dict()}
+        )
+        return
+    print(f"Model: {loaded.title}, {args.dtype}, {args.attention} attention ({loaded.source}).")
+    print(f"Text: {text.name}, {len(ids):,} tokens ({text.source}).\n")
+    print(f"{'layer':>5}{'keys bits':>11}{'values bits':>13}{'keys KL':>11}{'values KL':>11}")
+    for row in layers:
+        print(
+            f"{row['layer']:>5}{row['keys']['bits']:>11}{row['values']['bits']:>13}"
+            f"{row['keys']['kl']:>11.2e}{row['values']['kl']:>11.2e}"
+        )
+    print(f"\nKL: of the predictions, in nats, with these keys or values alone at {PROBE_BITS} bits.")
+    print(f"Average: {average:.3f} bits an element, scales included.\nScheme: {path}")
+
+
 def _memory(args: argparse.Namespace) -> None:
     config, title = _config(args)
     dtype = getattr(torch, args.dtype)
@@ -147,10 +196,21 @@ def _memory(args: argparse.Namespace) -> None:
         )
 
 
+def _allocated_layers(found: Sequence[Sensitivity], assigned: Assigned) -> list[dict[str, Any]]:
+    """What each part costs and gets, a row for each layer."""
+    rows: dict[int, dict[str, Any]] = {}
+    for each in found:
+        row = rows.setdefault(each.layer, {"layer": each.layer})
+        row[each.part] = {"bits": assigned[each.layer, each.part], "kl": each.kl}
+    return list(rows.values())
+
+
 def _cache(config: PreTrainedConfig, args: argparse.Namespace) -> DynamicCache | QuantizedCache:
     if args.cache == EXACT:
         return DynamicCache(config=config)
-    return QuantizedCache(config, args.cache, sinks=args.sinks, residual=args.residual, prefill=args.prefill)
+    return QuantizedCache(
+        config, args.cache, sinks=args.sinks, residual=args.residual, prefill=args.prefill, check=args.check
+    )
 
 
 def _inputs(loaded: LoadedModel, prompt: str, *, chat: bool) -> BatchEncoding:
@@ -212,6 +272,19 @@ def _print_json(data: object) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
+@contextmanager
+def _unfit_in_lines() -> Iterator[None]:
+    """Print each warning of codes that are unfit for the model in one line on standard error; others go their way."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CodesUnfitWarning)
+        yield
+    for each in caught:
+        if issubclass(each.category, CodesUnfitWarning):
+            print("hf-kvq: warning:", " ".join(str(each.message).split()), file=sys.stderr)
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
 class _Bar:
     """A progress bar on standard error, where that is a terminal."""
 
@@ -237,6 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_generate(commands)
     _add_eval(commands)
+    _add_allocate(commands)
     _add_memory(commands)
     return parser
 
@@ -252,11 +326,9 @@ def _add_generate(commands: Any) -> None:
         "--prefill", choices=get_args(Prefill), default="exact", help="what the prompt's tokens see of each other"
     )
     command.add_argument(
-        "--attention",
-        choices=get_args(Attending),
-        default="fused",
-        help="over codes, or over decoded states (default: %(default)s)",
+        "--check", action="store_true", help="warn where attention over the first codes is far from exact attention"
     )
+    _add_attention(command)
     _add_placement(command)
 
 
@@ -304,6 +376,30 @@ def _add_eval(commands: Any) -> None:
     _add_placement(command)
 
 
+def _add_allocate(commands: Any) -> None:
+    command = _add_command(commands, "allocate", _allocate, "a scheme for a model: bits by layer, by what each costs")
+    command.add_argument(
+        "--bits",
+        type=float,
+        default=4.2,
+        metavar="B",
+        help="of an element on average, scales included (default: %(default)s)",
+    )
+    command.add_argument(
+        "--out", default="scheme.json", metavar="FILE", help="the scheme, which --cache takes (default: %(default)s)"
+    )
+    command.add_argument(
+        "--text", metavar="FILE", help="a UTF-8 file (default: the wikitext-2 test split, or a stand-in)"
+    )
+    command.add_argument(
+        "--tokens", type=int, default=1024, metavar="N", help="of the text, at most (default: %(default)s)"
+    )
+    command.add_argument("--sinks", type=int, default=4, metavar="N", help="of the scheme (default: %(default)s)")
+    command.add_argument("--residual", type=int, default=0, metavar="N", help="of the scheme (default: %(default)s)")
+    _add_attention(command)
+    _add_placement(command)
+
+
 def _add_memory(commands: Any) -> None:
     command = _add_command(commands, "memory", _memory, "bytes of each scheme, from the config alone")
     command.add_argument(
@@ -325,6 +421,15 @@ def _add_command(commands: Any, name: str, run: Any, summary: str) -> argparse.A
     command.add_argument("--revision", metavar="R", help="of the model on the hub")
     command.add_argument("--json", action="store_true", help="JSON and nothing else on standard output")
     return command
+
+
+def _add_attention(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--attention",
+        choices=get_args(Attending),
+        default="fused",
+        help="over codes, or over decoded states (default: %(default)s)",
+    )
 
 
 def _add_exact_tokens(command: argparse.ArgumentParser) -> None:

@@ -6,8 +6,10 @@ tensor and imports nothing of the package, so a receipt can record it as JSON an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -216,6 +218,34 @@ class QuantConfig:
             name=data.get("name", "custom"),
         )
 
+    def save(self, path: str | Path) -> None:
+        """Write it to a JSON file; one that is there already is replaced once the new one is complete."""
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @staticmethod
+    def load(path: str | Path) -> QuantConfig:
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If the file holds no scheme; the message names it.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no file {path}; QuantConfig.save and hf-kvq allocate write schemes")
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(data, dict):
+                raise ValueError(f"expected an object, got {type(data).__name__}")
+            return QuantConfig.from_dict(data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # Fields may hold anything: what is wrong with them shows where they are used.
+            raise ValueError(
+                f"{path} holds no scheme ({error}); give a file that QuantConfig.save or hf-kvq allocate wrote"
+            ) from error
+
 
 @dataclass(frozen=True)
 class HeavyHitters:
@@ -309,16 +339,27 @@ PRESETS: Mapping[str, QuantConfig] = MappingProxyType(
 )
 
 
-def resolve_scheme(scheme: str | QuantConfig, *, sinks: int | None = None, residual: int | None = None) -> QuantConfig:
-    """A scheme from a preset's name or from itself, with `sinks` and `residual` replaced where given.
+def resolve_scheme(
+    scheme: str | Path | QuantConfig, *, sinks: int | None = None, residual: int | None = None
+) -> QuantConfig:
+    """A scheme from a preset's name, from a JSON file or from itself, with `sinks` and `residual` replaced where given.
+
+    Args:
+        scheme: A preset's name, the path of a file that ends in .json, or a scheme.
+        sinks: Of the result; None for the scheme's own.
+        residual: Likewise.
 
     Raises:
-        ValueError: If the name is no preset, or a count is negative.
+        FileNotFoundError: If there is no such file.
+        ValueError: If the name is no preset, the file holds no scheme, or a count is negative.
     """
-    if isinstance(scheme, str):
-        if scheme not in PRESETS:
-            raise ValueError(f"unknown scheme {scheme!r}; the presets are {', '.join(PRESETS)}, or give a QuantConfig")
-        scheme = PRESETS[scheme]
+    if isinstance(scheme, str | Path):
+        name = str(scheme)
+        if not name.endswith(".json") and name not in PRESETS:
+            raise ValueError(
+                f"unknown scheme {name!r}; the presets are {', '.join(PRESETS)}, or give a QuantConfig, or a file that ends in .json"
+            )
+        scheme = QuantConfig.load(scheme) if name.endswith(".json") else PRESETS[name]
     elif not isinstance(scheme, QuantConfig):
         raise ValueError(
             f"scheme must be a preset's name or a QuantConfig, got {scheme!r}; the presets are {', '.join(PRESETS)}"
@@ -343,4 +384,5 @@ def _codec_from_dict(data: Mapping[str, Any]) -> CodecConfig:
     kind = str(data.get("kind"))
     if kind not in _CODEC_CONFIGS:
         raise ValueError(f"unknown kind of codec {kind!r}; known are {', '.join(_CODEC_CONFIGS)}")
-    return _CODEC_CONFIGS[kind](**data)
+    # JSON knows no tuples.
+    return _CODEC_CONFIGS[kind](**{name: tuple(x) if isinstance(x, list) else x for name, x in data.items()})

@@ -78,6 +78,6 @@ def test_foreign_truncated_and_other_files_are_refused(tmp_path):
 
 
 def test_a_newer_version_is_refused_by_its_number(tmp_path):
-    save_file({}, tmp_path / "c", metadata={"hf_kvq": '{"version": 2}'})
-    with pytest.raises(ValueError, match="format version 2, this hf_kvq reads 1"):
+    save_file({}, tmp_path / "c", metadata={"hf_kvq": '{"version": 3}'})
+    with pytest.raises(ValueError, match="format version 3, this hf_kvq reads 2"):
         QuantizedCache.load(tmp_path / "c", tiny_llama().config)

@@ -7,6 +7,7 @@ that attention over codes showed it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -120,6 +121,8 @@ def expected_nbytes(
         else:
             total += sum(codec.bits_per_row(layer.kv_heads, dim) for codec, dim in dims) // 8
         coded = max(layer.tokens - sinks - residual, 0)
+        waiting = coded % math.lcm(*(codec.block for codec in codecs))
+        residual, coded = residual + waiting, coded - waiting
         bits = sum(codec.bits_per_token(layer.kv_heads, dim, dtype) for codec, dim in dims)
         total += sinks * exact + round_up(residual) * exact + round_up(coded) * bits // 8
     return total * batch

@@ -44,7 +44,7 @@ class QuantizedCache(CodedCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        scheme: str | QuantConfig = "int8",
+        scheme: str | QuantConfig = "q8",
         *,
         sinks: int | None = None,
         residual: int | None = None,

@@ -60,7 +60,7 @@ class QuantizedSlidingWindowCache(CodedCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        scheme: str | QuantConfig = "int8",
+        scheme: str | QuantConfig = "q8",
         *,
         window: int | None = None,
         sinks: int = 4,

@@ -2,38 +2,60 @@
 
 Each layer's keys, and its values, are coded alone at a few bits, and the divergence of the model's predictions from its exact ones is measured on a
 short text. Divergences of parts are about additive, and fall with the bits as the squared error of the codec does, so the best bits under an average are found by
-giving the next bit to whatever gains most for it (the greedy choice is optimal, since each part gains less with every bit: Fox, Oper. Res. 14 (1966)).
+giving the next bits to whatever gains most by each of them. Where all steps cost the same that greedy choice is optimal, since each part gains less with
+every step (Fox, Oper. Res. 14 (1966)); where one step costs more than what is left, it is close to it.
 Departs from what is done for weights (HAWQ, arXiv:1905.03696): no gradients and no Hessian, the loss itself is measured.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_kvq.caches import QuantizedCache
 from hf_kvq.caches.memory import layer_memory
 from hf_kvq.codecs import make_codec
 from hf_kvq.codecs.rotated import grid_for
-from hf_kvq.config import CodecConfig, IdentityConfig, LayerQuant, QuantConfig, RotatedConfig
+from hf_kvq.config import IdentityConfig, LayerQuant, QuantConfig, RotatedConfig
 from hf_kvq.evaluation.divergence import compare_logits
 from hf_kvq.evaluation.protocols import teacher_forced
+from hf_kvq.evaluation.runner import Progress
 
-__all__ = ["LADDER", "Sensitivity", "allocate", "assign_bits", "sensitivities"]
+__all__ = [
+    "LADDER",
+    "PROBE_BITS",
+    "Assigned",
+    "Part",
+    "Sensitivity",
+    "allocate",
+    "assign_bits",
+    "average_bits",
+    "measure_and_assign",
+    "scheme_of",
+    "sensitivities",
+    "token_ids",
+]
 
-LADDER: dict[int, float] = {2: 0.105, 3: 0.0285, 4: 0.0072, 5: 0.00195, 6: 0.00055, 8: 0.000033}
-"""Bits that a part may get, and the squared error of the codec at them, as a share of the variance: `RotatedCodec` on normal numbers at head_dim 64."""
+Part = Literal["keys", "values"]
 
-KEY_TIERS: dict[int, int | tuple[int, ...]] = {2: (4, 2, 1, 1), 3: (4, 3, 3, 2), 4: (6, 4, 3, 3)}
+Assigned = Mapping[tuple[int, Part], int]
+"""Bits of a code, by layer and part."""
+
+LADDER: dict[int, float] = {2: 0.112, 3: 0.0299, 4: 0.00733, 5: 0.00188, 6: 0.000499, 8: 0.0000336}
+"""Bits that a part may get, and the codec's squared error at them: of normal numbers at head_dim 64, as a share of their variance."""
+
+KEY_TIERS: dict[int, tuple[int, ...]] = {2: (4, 2, 1, 1), 3: (4, 3, 3, 2), 4: (6, 4, 3, 3)}
 """How keys spend few bits."""
 
 PROBE_BITS = 3
+"""Bits of a part whose sensitivity is measured: what they cost stands out from rounding, and is small enough to be additive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +66,24 @@ class Sensitivity:
         layer: Index of the layer.
         part: `"keys"` or `"values"`.
         kl: Mean KL divergence from the exact predictions, in nats, with this part at `PROBE_BITS` bits and all else exact.
+        elements: Elements that a cache keeps of it, its weight in an average.
+        head_dim: Channels of a head.
     """
 
     layer: int
-    part: str
+    part: Part
     kl: float
+    elements: int = 1
+    head_dim: int = 64
+
+    def codec(self, bits: int) -> RotatedConfig:
+        """Its codec at so many bits a code."""
+        return _codec(self.part, bits)
+
+    def bits_per_element(self, bits: int) -> float:
+        """What an element takes at so many bits a code, scales included."""
+        grid = grid_for(self.codec(bits).tiers, self.head_dim)
+        return 8 * (grid.width + grid.groups) / self.head_dim
 
 
 def allocate(
@@ -60,38 +95,57 @@ def allocate(
     tokens: int = 1024,
     sinks: int = 4,
     residual: int = 0,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> QuantConfig:
     """A scheme of `bits` bits an element on average, given out by how sensitive each layer's keys and values are.
 
     Costs two forwards of `tokens` tokens a layer. `QuantConfig.save` keeps the result.
 
     Args:
-        model: In evaluation mode.
+        model: In evaluation mode. Set to attention over codes, it lets codecs learn from queries, as they do in use.
         text: A text of the kind that the cache is for, or its token ids.
-        bits: Average over the tokens that are coded, scales included; sinks, residual and what is learned of a row come on top.
+        bits: Average over what a cache keeps of these tokens, as codes and their scales; sinks, residual and what is learned of a row come on top.
         tokenizer: The model's, where `text` is one.
         tokens: Of the text that are used, at most.
         sinks: First tokens of every row that stay exact, in the scheme.
         residual: Newest tokens that stay exact, in the scheme.
-        progress: Told before every step, and once at the end: steps done, steps in all, and what comes now.
+        progress: Told before every step, and once at the end.
 
     Raises:
-        ValueError: If the text is too short, there is no tokenizer for it, or `bits` is out of reach.
+        ValueError: If the text is too short, there is no tokenizer for it, `bits` is out of reach, or no layer can be coded.
     """
-    ids = _ids(text, tokenizer)[:tokens]
+    ids = token_ids(text, tokenizer)[:tokens]
+    _, assigned = measure_and_assign(model, ids, bits, sinks=sinks, progress=progress)
+    return scheme_of(assigned, sinks=sinks, residual=residual, name=f"allocated-{bits:g}")
+
+
+def token_ids(text: str | Int[Tensor, "*tokens"], tokenizer: PreTrainedTokenizerBase | None) -> Int[Tensor, " tokens"]:
+    """The ids of a text, with the special tokens that the model begins with.
+
+    Raises:
+        ValueError: If there is no tokenizer for a text, or ids are not those of one row.
+    """
+    if isinstance(text, Tensor):
+        if text.ndim != 1:
+            raise ValueError(f"token ids must be those of one row, got shape {tuple(text.shape)}; try input_ids[0]")
+        return text
+    if tokenizer is None:
+        raise ValueError("a text needs the model's tokenizer; pass tokenizer=, or token ids in place of the text")
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+
+
+def measure_and_assign(
+    model: PreTrainedModel,
+    ids: Int[Tensor, " tokens"],
+    bits: float,
+    *,
+    sinks: int = 4,
+    progress: Progress | None = None,
+) -> tuple[list[Sensitivity], Assigned]:
+    """How sensitive each part is, and the bits that it gets; see `allocate`."""
+    assign_bits(_parts(model.config, len(ids)), bits)  # what is out of reach is said before anything is measured
     found = sensitivities(model, ids, sinks=sinks, progress=progress)
-    assigned = assign_bits(found, bits - _scale_bits(model))
-    layers = {
-        layer: LayerQuant(
-            keys=_key_config(assigned[layer, "keys"]), values=RotatedConfig(bits=assigned[layer, "values"])
-        )
-        for layer in sorted({each.layer for each in found})
-    }
-    first = next(iter(layers.values()))
-    return QuantConfig(
-        keys=first.keys, values=first.values, sinks=sinks, residual=residual, layers=layers, name=f"allocated-{bits:g}"
-    )
+    return found, assign_bits(found, bits)
 
 
 @torch.inference_mode()
@@ -100,98 +154,115 @@ def sensitivities(
     ids: Int[Tensor, " tokens"],
     *,
     sinks: int = 4,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Sensitivity]:
-    """What coding each layer's keys, and its values, costs alone.
+    """What coding each layer's keys, and its values, costs alone. Layers that cannot be coded have none.
 
     Args:
         model: In evaluation mode.
         ids: Tokens of one window.
         sinks: First tokens that stay exact.
-        progress: As in `allocate`.
+        progress: Told before every step, and once at the end.
 
     Raises:
-        ValueError: If there are too few tokens for any to be coded.
+        ValueError: If there are too few tokens for any to be coded, or no layer can be coded.
     """
     least = sinks + make_codec(RotatedConfig()).statistics + 1
     if len(ids) < least:
-        raise ValueError(f"the text has {len(ids)} tokens, and at least {least} are needed; give a longer one")
+        raise ValueError(f"{len(ids)} tokens are too few, {least} are needed; give a longer text, or use more of it")
     told = progress or (lambda done, total, what: None)
-    layers = [layer.index for layer in QuantizedCache(model.config, "identity").coded_layers]
-    total, targets = 2 * len(layers) + 1, ids[1:].to(model.device)
-    told(0, total, "exact")
+    parts, targets = _parts(model.config, len(ids)), ids[1:].to(model.device)
+    told(0, len(parts) + 1, "exact")
     exact = teacher_forced(model, ids, QuantizedCache(model.config, "identity"), chunk=None)[:-1]
     found = []
-    for number, (layer, part) in enumerate(((layer, part) for layer in layers for part in ("keys", "values")), 1):
-        told(number, total, f"{part} of layer {layer}")
-        cache = QuantizedCache(model.config, _probe(layer, part, sinks), prefill="coded")
+    for number, part in enumerate(parts, start=1):
+        told(number, len(parts) + 1, f"{part.part} of layer {part.layer}")
+        cache = QuantizedCache(model.config, _probe(part, sinks), prefill="coded")
         coded = teacher_forced(model, ids, cache, chunk=None)[:-1]
-        kl = compare_logits(exact, coded, targets).kl.mean().item()
-        found.append(Sensitivity(layer=layer, part=part, kl=kl))
-    told(total, total, "done")
+        found.append(replace(part, kl=compare_logits(exact, coded, targets).kl.mean().item()))
+    told(len(parts) + 1, len(parts) + 1, "done")
     return found
 
 
-def assign_bits(found: Sequence[Sensitivity], average: float) -> dict[tuple[int, str], int]:
-    """Bits of each part, by layer and part, whose mean is at most `average` and whose expected divergence is least.
+def assign_bits(found: Sequence[Sensitivity], average: float) -> Assigned:
+    """Bits of a code for each part, of a low expected divergence under an average.
+
+    Args:
+        found: How sensitive the parts are.
+        average: Bits of an element, scales included, that the parts' mean does not go beyond.
 
     Raises:
-        ValueError: If the average is below the fewest bits of `LADDER`.
+        ValueError: If the average is less than the fewest bits of `LADDER` take.
     """
     rungs = sorted(LADDER)
-    if average < rungs[0]:
+    assigned: dict[tuple[int, Part], int] = {(part.layer, part.part): rungs[0] for part in found}
+    least, elements = average_bits(found, assigned), sum(part.elements for part in found)
+    if not average >= least:
         raise ValueError(
-            f"an average of {average:.3f} bits a code is less than the {rungs[0]} that every part takes; ask for more bits"
+            f"bits must be at least {least:.3f}, which is {rungs[0]} for every code and what scales take, got {average:g}"
         )
-    bits = {(each.layer, each.part): rungs[0] for each in found}
-    left = average * len(found) - rungs[0] * len(found)
-    heap = [(-_gain(each.kl, rungs[0], rungs[1]), each.layer, each.part, each.kl) for each in found]
+    left = (average - least) * elements
+    heap = [(-_gain(part, *rungs[:2]), index, 0) for index, part in enumerate(found)]
     heapq.heapify(heap)
     while heap:
-        _, layer, part, kl = heapq.heappop(heap)
-        now = bits[layer, part]
-        after = rungs[rungs.index(now) + 1]
-        if after - now > left + 1e-9:
+        _, index, rung = heapq.heappop(heap)
+        part, now, after = found[index], rungs[rung], rungs[rung + 1]
+        if (cost := _cost(part, now, after)) > left + 1e-9 * elements:
             continue
-        left -= after - now
-        bits[layer, part] = after
+        left -= cost
+        assigned[part.layer, part.part] = after
         if after != rungs[-1]:
-            heapq.heappush(heap, (-_gain(kl, after, rungs[rungs.index(after) + 1]), layer, part, kl))
-    return bits
+            heapq.heappush(heap, (-_gain(part, after, rungs[rung + 2]), index, rung + 1))
+    return assigned
 
 
-def _gain(kl: float, now: int, after: int) -> float:
-    """Divergence that a part loses for each bit that it gets."""
-    return kl * (LADDER[now] - LADDER[after]) / LADDER[PROBE_BITS] / (after - now)
+def average_bits(found: Sequence[Sensitivity], assigned: Assigned) -> float:
+    """Bits of an element on average, scales included."""
+    bits = sum(part.elements * part.bits_per_element(assigned[part.layer, part.part]) for part in found)
+    return bits / sum(part.elements for part in found)
 
 
-def _probe(layer: int, part: str, sinks: int) -> QuantConfig:
+def scheme_of(assigned: Assigned, *, sinks: int, residual: int, name: str) -> QuantConfig:
+    """The scheme in which each part has the bits that it was assigned."""
+    layers = {
+        layer: LayerQuant(
+            keys=_codec("keys", assigned[layer, "keys"]), values=_codec("values", assigned[layer, "values"])
+        )
+        for layer in sorted({layer for layer, _ in assigned})
+    }
+    rule = next(iter(layers.values()))
+    return QuantConfig(keys=rule.keys, values=rule.values, sinks=sinks, residual=residual, layers=layers, name=name)
+
+
+def _parts(config: PreTrainedConfig, tokens: int) -> list[Sensitivity]:
+    """Keys and values of all layers that can be coded, with nothing measured yet; a sliding layer keeps its window of the tokens."""
+    memory = layer_memory(config, max(tokens, 1))
+    parts = []
+    for index in (layer.index for layer in QuantizedCache(config, "identity").coded_layers):
+        kept = memory[index]
+        for part, dim in zip(get_args(Part), (kept.key_dim, kept.value_dim), strict=True):
+            elements = kept.tokens * kept.kv_heads * dim
+            parts.append(Sensitivity(layer=index, part=part, kl=0.0, elements=elements, head_dim=dim))
+    return parts
+
+
+def _cost(part: Sensitivity, now: int, after: int) -> float:
+    """Bits that all elements of a part take more."""
+    return part.elements * (part.bits_per_element(after) - part.bits_per_element(now))
+
+
+def _gain(part: Sensitivity, now: int, after: int) -> float:
+    """Divergence that a part loses for each bit that it takes more."""
+    cost = _cost(part, now, after)
+    # A head_dim that few bits do not fit in whole bytes has the same codes at both.
+    return part.kl * (LADDER[now] - LADDER[after]) / LADDER[PROBE_BITS] / cost if cost else torch.inf
+
+
+def _probe(part: Sensitivity, sinks: int) -> QuantConfig:
     exact = IdentityConfig()
-    keys: CodecConfig = _key_config(PROBE_BITS) if part == "keys" else exact
-    values: CodecConfig = RotatedConfig(bits=PROBE_BITS) if part == "values" else exact
-    return QuantConfig(
-        keys=exact, values=exact, sinks=sinks, layers={layer: LayerQuant(keys=keys, values=values)}, name="probe"
-    )
+    layer = replace(LayerQuant(keys=exact, values=exact), **{part.part: part.codec(PROBE_BITS)})
+    return QuantConfig(keys=exact, values=exact, sinks=sinks, layers={part.layer: layer}, name="probe")
 
 
-def _key_config(bits: int) -> RotatedConfig:
-    return RotatedConfig(bits=KEY_TIERS.get(bits, bits))
-
-
-def _scale_bits(model: PreTrainedModel) -> float:
-    """Bits of scales for each element that is coded."""
-    layers = [layer for layer in layer_memory(model.config, 1) if layer.coded]
-    scales = sum(
-        layer.kv_heads * 8 * grid_for((PROBE_BITS,), dim).groups
-        for layer in layers
-        for dim in (layer.key_dim, layer.value_dim)
-    )
-    return scales / sum(layer.elements for layer in layers)
-
-
-def _ids(text: str | Tensor, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    if isinstance(text, Tensor):
-        return text
-    if tokenizer is None:
-        raise ValueError("a text needs the model's tokenizer; pass tokenizer=, or token ids in place of the text")
-    return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
+def _codec(part: Part, bits: int) -> RotatedConfig:
+    return RotatedConfig(bits=KEY_TIERS.get(bits, bits) if part == "keys" else bits)
