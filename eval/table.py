@@ -1,7 +1,7 @@
 """`python -m eval.table [--check]`: write the README's tables from the newest complete runs in `eval/results`.
 
-A table stands between `<!-- results:SUITE -->` and `<!-- /results -->`; those of `speed`, `bounded` and `profile_rate` come from the newest
-records of `eval.speed`, `eval.bounded` and `eval.profile_rate`. `--check` writes nothing, and exits with 1 and a diff where
+A table stands between `<!-- results:SUITE -->` and `<!-- /results -->`; those of `speed`, `bits`, `bounded` and `profile_rate` come from the newest
+records of `eval.speed`, `eval.bits`, `eval.bounded` and `eval.profile_rate`. `--check` writes nothing, and exits with 1 and a diff where
 the README is not what the results say.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from eval import profile_rate
+from eval.bits.tables import bits_tables
 from eval.bounded.tables import bounded_tables
 from eval.speed.records import newest
 from eval.speed.tables import compact_table
@@ -81,7 +82,7 @@ def _speed(path: Path) -> str:
 
 
 _TABLES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
-    {SPEED: _speed, "bounded": bounded_tables, "profile_rate": profile_rate.newest_table}
+    {SPEED: _speed, "bits": bits_tables, "bounded": bounded_tables, "profile_rate": profile_rate.newest_table}
 )
 
 
