@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvq.codecs import rotated
 from hf_kvq.codecs.rotated import TRIALS, encode_grid
 from hf_kvq.kernels import grid_encoder_for
 from hf_kvq.packing import BEST_SCALES, SCALE_ONE, Grid
@@ -25,10 +24,10 @@ GRIDS = [
 
 @pytest.fixture
 def encoder():
-    found = grid_encoder_for("cpu")
-    if found is None:
-        pytest.skip("needs numba: pip install hf-kvq[cpu]")
-    return found
+    pytest.importorskip("numba", reason="pip install hf-kvq[cpu]")
+    from hf_kvq.kernels import numba_encode
+
+    return numba_encode.encode_grid
 
 
 def in_basis(grid: Grid, *shape: int) -> torch.Tensor:
@@ -50,6 +49,11 @@ def test_codes_and_scales_are_those_of_the_codecs_own_tensors(encoder, grid, sha
     assert_same(encoder, in_basis(grid, *shape), grid)
 
 
+@pytest.mark.parametrize("grid", [Grid(8, (4,)), Grid(8, (2,)), Grid(16, (2,))], ids=str)
+def test_small_groups_whose_largest_number_decides_are_searched_as_far(encoder, grid):
+    assert_same(encoder, in_basis(grid, 1, 1, 2000), grid)
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_numbers_of_any_size_are_coded(encoder, grid):
     states = in_basis(grid, 1, 2, 121) * torch.logspace(-60, 60, 121, dtype=torch.float64)[:, None]
@@ -60,9 +64,8 @@ def test_numbers_of_any_size_are_coded(encoder, grid):
 
 
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2, 1])
-def test_a_number_on_or_beside_a_bound_between_two_levels_goes_to_the_same_side(encoder, monkeypatch, bits):
+def test_a_number_on_or_beside_a_bound_between_two_levels_goes_to_the_same_side(encoder, bits):
     # One trial, and in each group the largest level: the scale is 1, and bounds are bounds to the last bit.
-    monkeypatch.setattr(rotated, "TRIALS", 1)
     grid = Grid(64, (bits,))
     levels = grid.levels(bits)
     bounds = (levels[1:] + levels[:-1]) / 2
@@ -71,7 +74,7 @@ def test_a_number_on_or_beside_a_bound_between_two_levels_goes_to_the_same_side(
     states[..., 0] = levels[-1]
     codes, scale = encoder(states, grid, 1)
     assert (scale == SCALE_ONE).all()
-    assert torch.equal(codes, encode_grid(states, grid)[0])
+    assert torch.equal(codes, encode_grid(states, grid, trials=1)[0])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e200])
@@ -102,6 +105,21 @@ def test_threads_change_nothing(encoder):
         torch.set_num_threads(1)
     assert all(map(torch.equal, one, two))
     assert_same(encoder, states, grid)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("grid", [Grid(64, (4,)), Grid(64, (6, 4, 3, 3)), Grid(80, (2,))], ids=str)
+def test_codes_that_are_moved_for_an_aim_are_the_same_too(grid, count):
+    found = grid_encoder_for("cpu")
+    if found is None:
+        pytest.skip("needs numba: pip install hf-kvq[cpu]")
+    states = in_basis(grid, 2, 3, 37)
+    aims = torch.randn(2, 3, count, grid.dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    codes, scale = found(states, grid, aims, TRIALS, 4)
+    expected, expected_scale = encode_grid(states, grid, aims, TRIALS, 4)
+    assert torch.equal(codes, expected)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(codes, encode_grid(states, grid)[0]) == (count == 0)
 
 
 def test_devices_without_a_compiler_use_tensors():
