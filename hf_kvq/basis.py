@@ -31,10 +31,12 @@ from torch import Tensor
 from hf_kvq.packing import BEST_SCALES, pack_int4, scale_bytes, scale_of, unpack_int4
 from hf_kvq.rope import Rope
 
-__all__ = ["Basis", "PlacedBasis", "fit_basis", "hadamard"]
+__all__ = ["BLOCK", "Basis", "PlacedBasis", "block_table", "block_waves", "fit_basis", "hadamard"]
 
 BLOCK = 64
 """Positions that share one turn of the query in the score of the mean."""
+
+_CPU = torch.device("cpu")
 
 _LEAST_ENERGY = 1e-4
 """Of a pair, in its head's mean: a channel that was silent so far may speak later."""
@@ -331,17 +333,30 @@ def _consecutive(even: Tensor, odd: Tensor, rope: Rope, first: int, tokens: int)
     """Sums of `even cos(w t) + odd sin(w t)` over pairs for t = first and on: a turn for each block, then one product with a constant table."""
     begin = first // BLOCK
     blocks = (first + tokens - 1) // BLOCK - begin + 1
-    starts = torch.arange(begin, begin + blocks, device=even.device) * BLOCK
-    cos, sin = rope.waves(starts, even.dtype)
+    waves = block_waves(rope, begin + blocks, even.dtype, even.device)[begin : begin + blocks]
+    cos, sin = waves.chunk(2, dim=-1)
     even, odd = even[..., None, :], odd[..., None, :]
     turned = torch.cat((even * cos + odd * sin, odd * cos - even * sin), dim=-1)
-    table = _table(rope, even.dtype, even.device)
+    table = block_table(rope, even.dtype, even.device)
     offset = first - begin * BLOCK
     return (turned @ table).flatten(-2)[..., offset : offset + tokens]
 
 
+def block_waves(
+    rope: Rope, blocks: int, dtype: torch.dtype = torch.float32, device: torch.device = _CPU
+) -> Float[Tensor, "blocks waves"]:
+    """Cosines, then sines, at the first position of each block, of at least so many blocks. Kept like any table of a model's positions: no row's own."""
+    return _block_waves(rope, 1 << max(blocks - 1, 0).bit_length(), dtype, device)
+
+
+@lru_cache(maxsize=16)
+def _block_waves(rope: Rope, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.cat(rope.waves(torch.arange(blocks, device=device) * BLOCK, dtype), dim=-1)
+
+
 @lru_cache(maxsize=64)
-def _table(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
+def block_table(rope: Rope, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Tensor:
     """Cosines and sines of the positions of a block, `[2 pairs, BLOCK]`."""
     with torch.inference_mode(False):
         return torch.cat(rope.waves(torch.arange(BLOCK, device=device), dtype), dim=-1).T.contiguous()

@@ -96,6 +96,10 @@ def _generate(args: argparse.Namespace) -> None:
             streamer=None if args.json else TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
     found = _cache_figures(args.cache, cache, loaded.model.config)
+    if args.check and not found["tokens_coded"]:
+        _warn(
+            f"{args.cache} has coded none of the {found['tokens']} tokens, so nothing was checked; try a longer prompt"
+        )
     if args.json:
         text = loaded.tokenizer.decode(output[0, prompt_tokens:], skip_special_tokens=True)
         _print_json({"model": loaded.title, "source": loaded.source, "prompt": args.prompt, "text": text, **found})
@@ -146,18 +150,25 @@ def _allocate(args: argparse.Namespace) -> None:
     loaded = load_model(args.model, revision=args.revision, dtype=args.dtype, device=args.device)
     loaded.model.set_attn_implementation(_ATTENTION[args.attention])
     text = load_text(args.text)
-    ids = token_ids(text.text, loaded.tokenizer)[: args.tokens]
+    ids = token_ids(text.text, loaded.tokenizer, args.tokens)
     with _Bar() as bar:
         found, assigned = measure_and_assign(loaded.model, ids, args.bits, sinks=args.sinks, progress=bar)
     scheme = scheme_of(assigned, sinks=args.sinks, residual=args.residual, name=path.stem)
     scheme.save(path)
-    average = average_bits(found, assigned)
-    layers = _allocated_layers(found, assigned)
+    average, layers = average_bits(found, assigned), _allocated_layers(found, assigned)
     if args.json:
-        settings = {"model": loaded.title, "text": text.name, "tokens": len(ids), "attention": args.attention}
         _print_json(
-            {**settings, "bits": args.bits, "average": average, "layers": layers, "path": str(path)}
-            | {"scheme": scheme.to_dict()}
+            {
+                "model": loaded.title,
+                "text": text.name,
+                "tokens": len(ids),
+                "attention": args.attention,
+                "bits": args.bits,
+                "average": average,
+                "layers": layers,
+                "path": str(path),
+                "scheme": scheme.to_dict(),
+            }
         )
         return
     print(f"Model: {loaded.title}, {args.dtype}, {args.attention} attention ({loaded.source}).")
@@ -188,10 +199,11 @@ def _memory(args: argparse.Namespace) -> None:
         )
         return
     print(f"Model: {title}, {args.dtype}; {args.context:,} tokens a row, batch {args.batch}.\n")
-    print(f"{'scheme':<12}{'bytes':>20}{'MiB':>14}{'bits/element':>14}{'of exact':>10}")
+    width = max(12, *(len(row["scheme"]) + 1 for row in rows))
+    print(f"{'scheme':<{width}}{'bytes':>20}{'MiB':>14}{'bits/element':>14}{'of exact':>10}")
     for row in rows:
         print(
-            f"{row['scheme']:<12}{row['nbytes']:>20,}{row['nbytes'] / 2**20:>14,.1f}"
+            f"{row['scheme']:<{width}}{row['nbytes']:>20,}{row['nbytes'] / 2**20:>14,.1f}"
             f"{row['bits_per_element']:>14.3f}{row['of_exact']:>10.3f}"
         )
 
@@ -275,14 +287,21 @@ def _print_json(data: object) -> None:
 @contextmanager
 def _unfit_in_lines() -> Iterator[None]:
     """Print each warning of codes that are unfit for the model in one line on standard error; others go their way."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CodesUnfitWarning)
-        yield
-    for each in caught:
-        if issubclass(each.category, CodesUnfitWarning):
-            print("hf-kvq: warning:", " ".join(str(each.message).split()), file=sys.stderr)
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CodesUnfitWarning)
+            yield
+    finally:
+        for each in caught:
+            if issubclass(each.category, CodesUnfitWarning):
+                _warn(str(each.message))
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+def _warn(message: str) -> None:
+    print("hf-kvq: warning:", " ".join(message.split()), file=sys.stderr)
 
 
 class _Bar:

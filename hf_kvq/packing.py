@@ -18,9 +18,11 @@ from torch import Tensor
 __all__ = [
     "BEST_SCALES",
     "CURVES",
+    "FLIPS",
     "PLANES",
     "SCALE_ONE",
     "SCALE_STEPS",
+    "TRIALS",
     "Grid",
     "Layout",
     "pack_int4",
@@ -65,6 +67,13 @@ SCALE_STEPS = 8
 
 SCALE_ONE = 128
 """The byte that stands for 1."""
+
+
+TRIALS = 12
+"""Scales that are tried for each group, from the one that reaches its largest element on downwards, a byte apart."""
+
+FLIPS = 4
+"""Codes of a token that are moved to a neighbouring level to spare an error where it costs most, at most."""
 
 
 @dataclass(frozen=True)

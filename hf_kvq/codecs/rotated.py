@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_kvq.basis import Basis, PlacedBasis, fit_basis
 from hf_kvq.codecs.base import Codec, Codes
 from hf_kvq.config import RotatedConfig
-from hf_kvq.packing import PLANES, SCALE_ONE, SCALE_STEPS, Grid, scale_bytes, scale_of
+from hf_kvq.packing import FLIPS, PLANES, SCALE_ONE, SCALE_STEPS, TRIALS, Grid, scale_bytes, scale_of
 from hf_kvq.rope import Rope
 
 __all__ = ["STATISTICS", "TRIALS", "GridEncoder", "RotatedCodec", "encode_grid", "grid_for"]
@@ -28,13 +28,6 @@ STATISTICS = 128
 
 AIMS = 1
 """Directions of the queries along which the errors of a key are made small."""
-
-FLIPS = 4
-"""Codes of a token that are moved to a neighbouring level for it, at most."""
-
-TRIALS = 12
-"""Scales that are tried for each group, from the one that reaches its largest element on downwards, an eighth of a power of two apart."""
-
 
 GridEncoder = Callable[[Tensor, Grid, Tensor, int, int], tuple[Tensor, Tensor]]
 """`encode_grid`, or what does the same."""

@@ -114,24 +114,28 @@ def allocate(
     Raises:
         ValueError: If the text is too short, there is no tokenizer for it, `bits` is out of reach, or no layer can be coded.
     """
-    ids = token_ids(text, tokenizer)[:tokens]
+    ids = token_ids(text, tokenizer, tokens)
     _, assigned = measure_and_assign(model, ids, bits, sinks=sinks, progress=progress)
     return scheme_of(assigned, sinks=sinks, residual=residual, name=f"allocated-{bits:g}")
 
 
-def token_ids(text: str | Int[Tensor, "*tokens"], tokenizer: PreTrainedTokenizerBase | None) -> Int[Tensor, " tokens"]:
-    """The ids of a text, with the special tokens that the model begins with.
+def token_ids(
+    text: str | Int[Tensor, "*tokens"], tokenizer: PreTrainedTokenizerBase | None, most: int
+) -> Int[Tensor, " tokens"]:
+    """The first ids of a text, `most` of them at most, with the special tokens that the model begins with.
 
     Raises:
-        ValueError: If there is no tokenizer for a text, or ids are not those of one row.
+        ValueError: If there is no tokenizer for a text, ids are not those of one row, or none are wanted.
     """
+    if most < 1:
+        raise ValueError(f"tokens must be at least 1, got {most}; the default is 1024")
     if isinstance(text, Tensor):
         if text.ndim != 1:
             raise ValueError(f"token ids must be those of one row, got shape {tuple(text.shape)}; try input_ids[0]")
-        return text
+        return text[:most]
     if tokenizer is None:
         raise ValueError("a text needs the model's tokenizer; pass tokenizer=, or token ids in place of the text")
-    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"][:most], dtype=torch.long)
 
 
 def measure_and_assign(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
+from hf_kvq.basis import PlacedBasis
 from hf_kvq.kernels.base import (
     HIDDEN,
     Bias,
@@ -50,20 +52,28 @@ __all__ = [
 ]
 
 
+Enter = Callable[[Query, PlacedBasis], tuple[Query, Bias]]
+Leave = Callable[[Tensor, PlacedBasis], Tensor]
+
 FEW = 8
 """Tokens up to which an encoder of `encoder_for` is quicker than tensor operations."""
 
 
 @functools.cache
-def encoder_for(layout: Layout, device_type: str) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """What writes codes and scales of a few tokens in place; None where the codec's own tensors are all there is."""
-    if layout != "int8" or device_type != "cpu":
+def encoder_for(
+    layout: Layout, device_type: str
+) -> Callable[[Tensor, Tensor, Tensor, PlacedBasis | None, Grid | None], None] | None:
+    """What writes codes and scales of a few tokens in place, in a basis where there is one; None where the codec's own tensors are all there is."""
+    if layout not in ("int8", "grid") or device_type != "cpu":
         return None
     try:
+        from hf_kvq.kernels.numba_basis import encode_few
         from hf_kvq.kernels.numba_encode import encode_int8
     except ImportError:
         return None
-    return encode_int8
+    return (
+        encode_few if layout == "grid" else lambda states, codes, scale, basis, grid: encode_int8(states, codes, scale)
+    )
 
 
 @functools.cache
@@ -113,15 +123,42 @@ def attend(
     Codes in a basis stay in it where there are few queries: each query goes into the basis, and the output comes out of it, once. Many queries share what it takes to
     bring a tile of states out.
     """
-    bias, output_basis = None, None
-    if query.shape[2] * query.shape[3] <= keys.dim:
-        wide = compute_dtype(query.dtype)
-        if keys.basis is not None:
-            query = query.to(wide)
-            bias = keys.basis.bias(query).contiguous()
-            query, keys = keys.basis.query(query), keys.in_basis()
-        if values.basis is not None:
-            output_basis, values = values.basis, values.in_basis()
+    few = query.shape[2] * query.shape[3] <= keys.dim
+    if not few or (keys.basis is None and values.basis is None):
+        return _ask(query, keys, values, first_column, visibility, scoring, logits, None)
+    enter, leave = _basis_functions(query, keys, values)
+    bias, output_basis = None, values.basis
+    if keys.basis is not None:
+        query, bias = enter(query, keys.basis)
+    part = _ask(query, keys.in_basis(), values.in_basis(), first_column, visibility, scoring, logits, bias)
+    return part if output_basis is None else part._replace(output=leave(part.output, output_basis))
+
+
+def _ask(
+    query: Query, keys: Operand, values: Operand, first_column: int, visibility: Visibility, scoring: Scoring,
+    logits: Logits | None, bias: Bias | None,
+) -> Partial:  # fmt: skip
     kernel = next(k for k in kernels_for(query.device.type) if k.supports(query, keys, values, visibility))
-    part = kernel.attend(query, keys, values, first_column, visibility, scoring, logits, bias)
-    return part if output_basis is None else part._replace(output=output_basis.output(part.output))
+    return kernel.attend(query, keys, values, first_column, visibility, scoring, logits, bias)
+
+
+def _basis_functions(query: Query, keys: Operand, values: Operand) -> tuple[Enter, Leave]:
+    """What brings queries into the basis of keys, and output out of that of values: compiled for a CPU's single query, where consecutive tokens have it."""
+    plain = query.device.type == "cpu" and query.shape[3] == 1 and query.dtype != torch.float64
+    if plain and (keys.basis is None or isinstance(keys.basis.positions, int)):
+        try:
+            from hf_kvq.kernels.numba_basis import enter_basis, leave_basis, takes
+        except ImportError:
+            return _enter, _leave
+        if all(x.basis is None or takes(x.basis.basis) for x in (keys, values)):
+            return enter_basis, leave_basis
+    return _enter, _leave
+
+
+def _enter(query: Query, basis: PlacedBasis) -> tuple[Query, Bias]:
+    query = query.to(compute_dtype(query.dtype))
+    return basis.query(query), basis.bias(query).contiguous()
+
+
+def _leave(output: Tensor, basis: PlacedBasis) -> Tensor:
+    return basis.output(output)

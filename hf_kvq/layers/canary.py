@@ -15,7 +15,11 @@ from torch import Tensor
 __all__ = ["LIMIT", "CodesUnfitWarning", "attention_error", "warn_if_unfit"]
 
 LIMIT = 0.4
-"""Relative error of the attention output above which a scheme is called unfit. SmolLM2: see `eval/LOG.md`."""
+"""Relative error of the attention output above which a scheme is called unfit.
+
+The worst head of SmolLM2-135M after a prompt of 240 tokens of prose, keys standing in for queries / by its own queries: q8 .02 / .02, int8 .05 / .04, kivi4 .21 / .24, q4
+.18 / .35; beyond the limit are q3 .29 / .65, q2 .67 / .65, one scale a token at 4 bits .62 / .71, kivi2 .82 / .82.
+"""
 
 QUERIES = 64
 """Newest queries that are asked."""

@@ -76,8 +76,11 @@ class Region:
         first = self.end
         if self._encoder is not None and self._encodes_in_place(keys) and self._encodes_in_place(values):
             codes = self.buffer.extend(keys.shape[2], in_place=in_place)
-            self._encoder(keys, codes["key_codes"], codes["key_scale"])
-            self._encoder(values, codes["value_codes"], codes["value_scale"])
+            for codec, states, part in ((self.key_codec, keys, "key"), (self.value_codec, values, "value")):
+                self._encoder(
+                    states, codes[f"{part}_codes"], codes[f"{part}_scale"], codec.basis_at(first, states.shape[2]),
+                    codec.grid_of(states.shape[3]),
+                )  # fmt: skip
             return
         self.buffer.append(
             {f"key_{name}": part for name, part in self.key_codec.encode(keys, first).items()}
