@@ -30,10 +30,10 @@ def quality(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments.model)
     text = load_text(arguments.text)
     cut = windows(tokenize(text, loaded.tokenizer), arguments.window, arguments.first, arguments.windows)
-    chosen = _chosen(loaded, arguments)
-    started = context_of(loaded, text)
-    with tqdm(total=len(chosen) * len(cut), unit="window") as progress:
+    started, kinds = context_of(loaded, text), len(arguments.budgets) * len(arguments.kinds) + arguments.full
+    with tqdm(total=kinds * len(cut) * len(arguments.schemes), unit="window") as progress:
         for scheme in arguments.schemes:
+            chosen = _chosen(loaded, arguments, scheme)
             rows = compare(
                 loaded.model, list(cut), chosen, scored_from=arguments.scored_from, chunk=arguments.chunk, scheme=scheme,
                 progress=progress,
@@ -60,7 +60,7 @@ def stream_text(arguments: argparse.Namespace) -> None:
         raise SystemExit(
             f"{text.name} has {len(ids)} tokens, {arguments.tokens + 1} are needed; try --tokens {len(ids) - 1}"
         )
-    chosen, started = _chosen(loaded, arguments), context_of(loaded, text)
+    chosen, started = _chosen(loaded, arguments, arguments.scheme), context_of(loaded, text)
     with tqdm(total=len(chosen) * -(-arguments.tokens // arguments.every), unit="stretch") as progress:
         rows = stream.stream(
             loaded.model, ids[: arguments.tokens + 1], chosen, chunk=arguments.chunk, every=arguments.every,
@@ -86,7 +86,7 @@ def retrieve_all(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments.model)
     text = load_text(arguments.text)
     ids = tokenize(text, loaded.tokenizer)
-    chosen, started = _chosen(loaded, arguments), context_of(loaded, text)
+    chosen, started = _chosen(loaded, arguments, arguments.scheme), context_of(loaded, text)
     with tqdm(total=len(chosen) * len(arguments.distances) * arguments.trials, unit="trial") as progress:
         rows = retrieve.retrieve(
             loaded.model, loaded.tokenizer, ids, chosen, distances=arguments.distances, trials=arguments.trials,
@@ -110,7 +110,7 @@ def time_steps(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments.model)
     text = load_text(arguments.text)
     ids = tokenize(text, loaded.tokenizer)
-    chosen, started = _chosen(loaded, arguments), context_of(loaded, text)
+    chosen, started = _chosen(loaded, arguments, arguments.scheme), context_of(loaded, text)
     rows = speed.speed(
         loaded.model, ids, chosen, context=arguments.context, steps=arguments.steps, chunk=arguments.chunk,
         scheme=arguments.scheme,
@@ -128,12 +128,12 @@ def time_steps(arguments: argparse.Namespace) -> None:
     print(speed.table(record))
 
 
-def _chosen(loaded: LoadedModel, arguments: argparse.Namespace) -> list[Policy]:
+def _chosen(loaded: LoadedModel, arguments: argparse.Namespace, scheme: str) -> list[Policy]:
     """Full attention, then the policies that were asked for."""
     head_dim = loaded.model.config.get_text_config(decoder=True).head_dim
     chosen = [Policy(kind=FULL, budget=0)] if arguments.full else []
     for budget in arguments.budgets:
-        found = policies(budget, head_dim, window=arguments.near)
+        found = policies(budget, head_dim, window=arguments.near, scheme=scheme)
         chosen += [found[kind] for kind in KINDS if kind in arguments.kinds]
     return chosen
 
