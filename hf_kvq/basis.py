@@ -156,8 +156,8 @@ class PlacedBasis:
 
     def slice(self, first: int, end: int) -> PlacedBasis:
         """For tokens `first` to `end` of these."""
-        consecutive = isinstance(self.positions, int)
-        positions = self.positions + first if consecutive else self.positions[:, :, first:end]
+        held = self.positions
+        positions = held + first if isinstance(held, int) else held[:, :, first:end]
         return replace(self, positions=positions, tokens=end - first)
 
     def moved(self, positions: Int[Tensor, "batch kv_heads tokens"]) -> PlacedBasis:
@@ -266,11 +266,13 @@ def fit_basis(
         weight = weight.masked_fill(weight == 0, 1.0)
     gain = (weight.sqrt() / energy.sqrt()).sqrt() if balance else torch.ones_like(energy)
     # A pair has two channels of one gain: where all channels are paired, one number for each pair is kept.
-    paired = rope is not None and rope.rotary_dim == dim
+    paired = rope if rope is not None and rope.rotary_dim == dim else None
     order = None
     if tiers > 1:
         importance = weight * energy
-        order = (rope.split(importance)[0] if paired else importance).argsort(dim=-1, descending=True, stable=True)
+        order = (importance if paired is None else paired.split(importance)[0]).argsort(
+            dim=-1, descending=True, stable=True
+        )
         order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
     draft = Basis(
         mean=torch.zeros_like(mean, dtype=torch.int8), mean_scale=torch.zeros_like(mean[..., :1], dtype=torch.uint8),
@@ -279,7 +281,7 @@ def fit_basis(
         aim_scale=mean.new_zeros(*mean.shape[:2], 0, dtype=torch.uint8),
     )  # fmt: skip
     gain = gain * _levelled(draft, gain, energy, bits)
-    units = gain[..., :1] if not balance else rope.split(gain)[0] if paired else gain
+    units = gain[..., :1] if not balance else gain if paired is None else paired.split(gain)[0]
     basis = replace(draft, gain=scale_bytes(units * 2 ** (-0.5 / 8)).clamp(min=1))
     packed = not balance and dim % 2 == 0
     shift, mean_scale = _integers(mean * basis.gains(torch.float64), 7 if packed else 127)

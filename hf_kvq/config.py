@@ -385,4 +385,5 @@ def _codec_from_dict(data: Mapping[str, Any]) -> CodecConfig:
     if kind not in _CODEC_CONFIGS:
         raise ValueError(f"unknown kind of codec {kind!r}; known are {', '.join(_CODEC_CONFIGS)}")
     # JSON knows no tuples.
-    return _CODEC_CONFIGS[kind](**{name: tuple(x) if isinstance(x, list) else x for name, x in data.items()})
+    arguments: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in data.items()}
+    return _CODEC_CONFIGS[kind](**arguments)

@@ -71,9 +71,9 @@ def encoder_for(
         from hf_kvq.kernels.numba_encode import encode_int8
     except ImportError:
         return None
-    return (
-        encode_few if layout == "grid" else lambda states, codes, scale, basis, grid: encode_int8(states, codes, scale)
-    )
+    if layout == "int8":
+        return lambda states, codes, scale, basis, grid: encode_int8(states, codes, scale)
+    return encode_few
 
 
 @functools.cache

@@ -29,7 +29,7 @@ def takes(basis: Basis) -> bool:
     )
 
 
-def encode_few(states: Tensor, codes: Tensor, scale: Tensor, placed: PlacedBasis, grid: Grid) -> None:
+def encode_few(states: Tensor, codes: Tensor, scale: Tensor, placed: PlacedBasis | None, grid: Grid | None) -> None:
     """Write the codes and scales of a few tokens where they stay, as `encode_grid` gives them.
 
     Args:
@@ -39,6 +39,8 @@ def encode_few(states: Tensor, codes: Tensor, scale: Tensor, placed: PlacedBasis
         placed: Their basis, at consecutive positions.
         grid: How codes lie.
     """
+    assert placed is not None
+    assert grid is not None
     basis, plan = placed.basis, _plan(grid)
     states = states.double().contiguous()
     batch, kv_heads, tokens, _ = states.shape
@@ -55,6 +57,7 @@ def enter_basis(query: Tensor, placed: PlacedBasis) -> tuple[Tensor, Tensor]:
     query = query.float().contiguous()
     turned = torch.empty_like(query)
     first = placed.positions if rope is not None else 0
+    assert isinstance(first, int), "consecutive tokens"
     begin = first // BLOCK
     blocks = (first + placed.tokens - 1) // BLOCK - begin + 1 if rope is not None else 0
     pairs = 0 if rope is None else len(rope.inv_freq)

@@ -296,7 +296,7 @@ class QuantizedLayer(CodedLayer):
         key_states: Tensor,
         value_states: Tensor,
         query: Float[Tensor, "batch heads queries key_dim"] | None = None,
-        scaling: float | None = None,
+        scaling: float = 0.0,
     ) -> StoreView:
         """Store new tokens; returns what attention reads in this forward."""
         keys, values = self._prepared(key_states, value_states)
@@ -327,7 +327,7 @@ class QuantizedLayer(CodedLayer):
             self.store.drop_before(self._visible_from(self.seen))
         return view
 
-    def _check_codes(self, store: TokenStore, query: Tensor, scaling: float | None) -> None:
+    def _check_codes(self, store: TokenStore, query: Tensor, scaling: float) -> None:
         """Warn if attention over the first codes is far from exact. Without queries keys stand in for them."""
         assert store.first_encoded is not None
         column, keys, values = store.first_encoded
