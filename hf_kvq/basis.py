@@ -25,7 +25,7 @@ import numpy as np
 import scipy.fft
 import scipy.linalg
 import torch
-from jaxtyping import Float, Int, Int8, Shaped, UInt8
+from jaxtyping import Float, Int, Int8, Integer, Shaped, UInt8
 from torch import Tensor
 
 from hf_kvq.packing import BEST_SCALES, pack_int4, scale_bytes, scale_of, unpack_int4
@@ -58,28 +58,38 @@ class Basis:
         aims: The directions, in the basis, that queries look along most, `[batch, kv_heads, aims, dim / 2]`, as `packing.pack_int4` packs multiples of
             `aim_scale`: an error along one costs as much more than another error as its square says. Only encoding needs them.
         aim_scale: `[batch, kv_heads, aims]`, a byte likewise.
+        origin: Column at which each row's positions begin, `[batch]`: what is learned of a row does not depend on how it is padded.
         tiers: Equal runs of channels that are turned each by itself.
         rope: How the model turned the states; None where it did not.
+        offset: Whether an origin is not 0.
     """
 
     mean: Int8[Tensor, "batch kv_heads dim"] | UInt8[Tensor, "batch kv_heads bytes"]
     mean_scale: UInt8[Tensor, "batch kv_heads one"]
     gain: UInt8[Tensor, "batch kv_heads units"]
-    order: Int[Tensor, "batch kv_heads units"] | None
+    order: Integer[Tensor, "batch kv_heads places"] | None
     aims: UInt8[Tensor, "batch kv_heads aims bytes"]
     aim_scale: UInt8[Tensor, "batch kv_heads aims"]
+    origin: Int[Tensor, " batch"]
     tiers: int
     rope: Rope | None
+    offset: bool = False
 
     @property
     def dim(self) -> int:
         return self.mean.shape[2] * (2 if self.mean.dtype == torch.uint8 else 1)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a kernel that reads the bytes as they are can do without more: no row has an origin of its own, and an order is in single bytes."""
+        return not self.offset and (self.order is None or self.order.dtype == torch.uint8)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """What it takes to keep, by name."""
         tensors = {
-            "mean": self.mean, "mean_scale": self.mean_scale, "gain": self.gain, "aims": self.aims, "aim_scale": self.aim_scale
+            "mean": self.mean, "mean_scale": self.mean_scale, "gain": self.gain, "aims": self.aims, "aim_scale": self.aim_scale,
+            "origin": self.origin,
         }  # fmt: skip
         return tensors if self.order is None else tensors | {"order": self.order}
 
@@ -104,9 +114,12 @@ class Basis:
         return self.rope.spread(gain, gain[..., :0])
 
     def means(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads dim"]:
-        """The shift, before RoPE."""
+        """The shift, before RoPE, for positions that are columns."""
         mean = unpack_int4(self.mean) if self.mean.dtype == torch.uint8 else self.mean
-        return mean.to(dtype) * (scale_of(self.mean_scale, dtype) / self.gains(dtype))
+        means = mean.to(dtype) * (scale_of(self.mean_scale, dtype) / self.gains(dtype))
+        if not self.offset or self.rope is None:
+            return means
+        return self.rope.rotate(means, -self.origin[:, None])
 
     def aimed(self, dtype: torch.dtype) -> Float[Tensor, "batch kv_heads aims dim"]:
         """The directions along which errors cost more."""
@@ -234,6 +247,7 @@ def fit_basis(
     queries: Float[Tensor, "batch kv_heads queries dim"] | None = None,
     balance: bool = True,
     aims: int = 0,
+    origin: Int[Tensor, " batch"] | None = None,
 ) -> Basis:
     """The basis of some tokens' states, computed in float64.
 
@@ -245,6 +259,7 @@ def fit_basis(
         queries: Some queries as they are asked, of all query heads of a kv head; None where none are known. One that is zero counts for nothing.
         balance: Whether channels get gains of their own; for keys.
         aims: Directions of the queries to keep.
+        origin: Column of each row's position 0; None for column 0.
     """
     states = states.double()
     dim, tiers = states.shape[3], len(bits)
@@ -279,6 +294,8 @@ def fit_basis(
         gain=torch.zeros_like(mean[..., :1], dtype=torch.uint8), order=order, tiers=tiers, rope=rope,
         aims=mean.new_zeros(*mean.shape[:2], 0, dim // 2, dtype=torch.uint8),
         aim_scale=mean.new_zeros(*mean.shape[:2], 0, dtype=torch.uint8),
+        origin=mean.new_zeros(mean.shape[0], dtype=torch.int32) if origin is None else origin,
+        offset=origin is not None and bool(origin.any()),
     )  # fmt: skip
     gain = gain * _levelled(draft, gain, energy, bits)
     units = gain[..., :1] if not balance else gain if paired is None else paired.split(gain)[0]

@@ -48,13 +48,15 @@ class Codec(ABC):
         states: Float[Tensor, "batch kv_heads tokens head_dim"],
         positions: Int[Tensor, "batch tokens"],
         queries: Float[Tensor, "batch kv_heads queries head_dim"] | None,
+        origin: Int[Tensor, " batch"] | None = None,
     ) -> Codec:
         """The codec that has learned from a row's first tokens.
 
         Args:
             states: Exact ones.
-            positions: Their columns.
+            positions: Their rows' own numbers of them.
             queries: Of these tokens, of all query heads of a kv head; zero where a token's is not known, None where none is.
+            origin: Column of each row's number 0; None for column 0.
         """
         return self
 

@@ -73,6 +73,7 @@ class RotatedCodec(Codec):
         states: Float[Tensor, "batch kv_heads tokens dim"],
         positions: Int[Tensor, "batch tokens"],
         queries: Float[Tensor, "batch kv_heads queries dim"] | None,
+        origin: Int[Tensor, " batch"] | None = None,
     ) -> RotatedCodec:
         """This codec with the basis of some states; see `fit_basis`."""
         codec = copy.copy(self)
@@ -84,6 +85,7 @@ class RotatedCodec(Codec):
             queries=queries if self.balance else None,
             balance=self.balance,
             aims=AIMS,
+            origin=origin,
         )
         return codec
 
@@ -93,7 +95,8 @@ class RotatedCodec(Codec):
         if tensors:
             basis = Basis(**{"order": None, **tensors}, tiers=1, rope=None)
             tiers = len(grid_for(self.bits, basis.dim).bits)
-            codec.basis = replace(basis, tiers=tiers, rope=self._rope(basis.dim))
+            offset = self.basis.offset if self.basis is not None else bool(basis.origin.any())
+            codec.basis = replace(basis, tiers=tiers, rope=self._rope(basis.dim), offset=offset)
         return codec
 
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
@@ -130,7 +133,7 @@ class RotatedCodec(Codec):
         order = 0 if tiers == 1 else units * (8 if units <= 256 else 16)
         aims = AIMS * (head_dim // 2 + 1) if self.balance and head_dim % 2 == 0 else 0
         mean = head_dim if self.balance or head_dim % 2 else head_dim // 2
-        return kv_heads * (8 * (mean + 1 + (units if self.balance else 1) + aims) + order)
+        return kv_heads * (8 * (mean + 1 + (units if self.balance else 1) + aims) + order) + 32
 
     def _rope(self, head_dim: int) -> Rope | None:
         """The rotation, unless it is of another head_dim: then the mean is that after RoPE, and the round trip as exact."""

@@ -147,10 +147,10 @@ def _basis_functions(query: Query, keys: Operand, values: Operand) -> tuple[Ente
     plain = query.device.type == "cpu" and query.shape[3] == 1 and query.dtype != torch.float64
     if plain and (keys.basis is None or isinstance(keys.basis.positions, int)):
         try:
-            from hf_kvq.kernels.numba_basis import enter_basis, leave_basis, takes
+            from hf_kvq.kernels.numba_basis import enter_basis, leave_basis
         except ImportError:
             return _enter, _leave
-        if all(x.basis is None or takes(x.basis.basis) for x in (keys, values)):
+        if all(x.basis is None or x.basis.basis.is_plain for x in (keys, values)):
             return enter_basis, leave_basis
     return _enter, _leave
 

@@ -19,14 +19,7 @@ from hf_kvq.kernels.numba_encode import _encode_some, _plan
 from hf_kvq.kernels.numba_memory import memory, pointer
 from hf_kvq.packing import FLIPS, TRIALS, Grid, scale_of
 
-__all__ = ["encode_few", "enter_basis", "leave_basis", "takes"]
-
-
-def takes(basis: Basis) -> bool:
-    """Whether these functions read a basis of this kind."""
-    return (
-        basis.dim <= 512 and (basis.order is None or basis.order.dtype == torch.uint8) and basis.mean.is_contiguous()
-    )
+__all__ = ["encode_few", "enter_basis", "leave_basis"]
 
 
 def encode_few(states: Tensor, codes: Tensor, scale: Tensor, placed: PlacedBasis | None, grid: Grid | None) -> None:

@@ -74,7 +74,10 @@ class Region:
         """
         self.tokens_encoded += keys.shape[2]
         first = self.end
-        if self._encoder is not None and self._encodes_in_place(keys) and self._encodes_in_place(values):
+        if self._encoder is not None and all(
+            self._encodes_in_place(states, codec)
+            for states, codec in ((keys, self.key_codec), (values, self.value_codec))
+        ):
             codes = self.buffer.extend(keys.shape[2], in_place=in_place)
             for codec, states, part in ((self.key_codec, keys, "key"), (self.value_codec, values, "value")):
                 self._encoder(
@@ -88,7 +91,7 @@ class Region:
             in_place=in_place,
         )
 
-    def _encodes_in_place(self, states: Tensor) -> bool:
+    def _encodes_in_place(self, states: Tensor, codec: Codec) -> bool:
         """Whether a compiled encoder takes these states; the buffer must be there to write to."""
         return (
             0 < states.shape[2] <= FEW
@@ -96,6 +99,7 @@ class Region:
             and states.dtype in (torch.float32, torch.bfloat16)
             and states.device.type == "cpu"
             and states.stride(3) == 1
+            and ((placed := codec.basis_at(0, 1)) is None or placed.basis.is_plain)
         )
 
     def segment(self, first: int, end: int) -> Segment:

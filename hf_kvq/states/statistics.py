@@ -27,8 +27,9 @@ class Statistics:
     def __init__(self, count: int, first: list[int]) -> None:
         self.count = count
         self.first = list(first)
+        self.start = min(first)
         self.queries: Tensor | None = None
-        """Of the columns from `min(first)` on, `[batch, kv_heads, columns, groups * dim]`."""
+        """Of the columns from `start` on, `[batch, kv_heads, columns, groups * dim]`."""
 
     @property
     def end(self) -> int:
@@ -41,7 +42,7 @@ class Statistics:
 
     def ask(self, query: Query, column: int) -> None:
         """Take in the queries at columns `column` and on."""
-        start = min(self.first)
+        start = self.start
         fresh = query[:, :, :, max(start - column, 0) : max(self.end - column, 0)]
         if fresh.shape[3] == 0:
             return
@@ -56,7 +57,7 @@ class Statistics:
     def crop(self, column: int) -> None:
         """Forget the columns from `column` on."""
         if self.queries is not None:
-            self.queries = self.queries[:, :, : max(column - min(self.first), 0)]
+            self.queries = self.queries[:, :, : max(column - self.start, 0)]
 
     def columns(self, device: torch.device) -> Int[Tensor, "batch tokens"]:
         """Of the tokens that are learned from."""
@@ -74,9 +75,9 @@ class Statistics:
         """The queries of those tokens, zero where they were not shown; None where none were."""
         if self.queries is None:
             return None
-        missing = self.end - min(self.first) - self.queries.shape[2]
+        missing = self.end - self.start - self.queries.shape[2]
         queries = torch.nn.functional.pad(self.queries, (0, 0, 0, max(missing, 0)))
-        return self.chosen(queries, min(self.first)).unflatten(3, (-1, dim)).flatten(2, 3)
+        return self.chosen(queries, self.start).unflatten(3, (-1, dim)).flatten(2, 3)
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows, in this order; tensors move by `map`."""

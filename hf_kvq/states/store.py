@@ -142,6 +142,7 @@ class TokenStore:
         self.first_encoded: tuple[int, Keys, Values] | None = None
         """The column of the first, their keys and their values; whoever takes them sets None."""
         self.statistics = Statistics(count, [first + sinks for first in first_tokens])
+        self._sinks = sinks
 
     @property
     def depends_on_padding(self) -> bool:
@@ -193,7 +194,7 @@ class TokenStore:
         if keys.shape[2] == 0:
             return
         start, self.seen = self.seen, self.seen + keys.shape[2]
-        self.learn(keys, values, start, query)
+        self.learn(keys, values, start, query, recording=recording)
         if not self.is_fitted:
             self.residual.append(keys, values, in_place=in_place)
             return
@@ -212,7 +213,7 @@ class TokenStore:
             self.residual.append(keys, values, in_place=in_place and self.coded.block == 1)
         self.residual.buffer.drop_before(kept_from)
 
-    def learn(self, keys: Keys, values: Values, start: int, query: Query | None) -> None:
+    def learn(self, keys: Keys, values: Values, start: int, query: Query | None, *, recording: bool = False) -> None:
         """Let codecs learn from tokens that `append` is to take, or is not: a short window drops most of a long prompt.
 
         Args:
@@ -220,13 +221,14 @@ class TokenStore:
             values: Likewise.
             start: Column of the first one.
             query: Of the newest of these columns.
+            recording: Whether these columns may be cropped again; nothing is learned from them then.
         """
         if self.is_fitted:
             return
         end = start + keys.shape[2]
         if query is not None:
             self.statistics.ask(query, end - query.shape[3])
-        if end >= self.statistics.end:
+        if (start if recording else end) >= self.statistics.end:
             self._fit(keys, values, start)
 
     def encode_now(self) -> None:
@@ -365,6 +367,10 @@ class TokenStore:
             self.sinks.map(move)
 
     @property
+    def _first_tokens(self) -> list[int]:
+        return [first - self._sinks for first in self.statistics.first]
+
+    @property
     def _learned(self) -> Learned:
         return Learned((self.coded.key_codec, self.coded.value_codec), self.statistics.queries)
 
@@ -379,9 +385,14 @@ class TokenStore:
         held = (x[:, :, : end - first] for x in self.residual.states(first, start)) if len(self.residual) else ()
         parts = [torch.cat(pair, dim=2) for pair in zip(held, fresh, strict=True)] if len(self.residual) else fresh
         begin = first if len(self.residual) else start
-        columns, queries = self.statistics.columns(keys.device), self.statistics.chosen_queries(keys.shape[3])
+        columns = self.statistics.columns(keys.device).clamp(begin, begin + parts[0].shape[2] - 1)
+        queries = self.statistics.chosen_queries(keys.shape[3])
+        # A row's own numbers, so that it learns what it would learn alone.
+        origin = torch.tensor(self._first_tokens, dtype=torch.int32, device=keys.device)
         coded.key_codec, coded.value_codec = (
-            codec.fitted(self.statistics.chosen(states, begin), columns, queries if of_keys else None)
+            codec.fitted(
+                self.statistics.chosen(states, begin), columns - origin[:, None], queries if of_keys else None, origin
+            )
             for codec, states, of_keys in ((coded.key_codec, parts[0], True), (coded.value_codec, parts[1], False))
         )
         self.statistics.queries = None
