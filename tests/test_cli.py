@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_kvq import AffineConfig, QuantConfig
 from hf_kvq.cli import main
 from hf_kvq.evaluation import Receipt
 
@@ -64,6 +65,44 @@ def evaluate(model, text, tmp_path):
     return lambda *arguments: main([*fixed, *arguments])
 
 
+@pytest.fixture
+def allocate(model, text, tmp_path):
+    """Run `hf-kvq allocate` on 150 tokens; returns its exit code."""
+    fixed = [
+        "allocate",
+        "--model",
+        model,
+        "--text",
+        text,
+        "--tokens",
+        "150",
+        "--out",
+        str(tmp_path / "new" / "mine.json"),
+    ]
+    return lambda *arguments: main([*fixed, *arguments])
+
+
+def biased(model, folder):
+    """The same model with a large constant in two channels of its keys, and queries that look sharply."""
+    tiny = LlamaForCausalLM.from_pretrained(model, attention_bias=True)
+    with torch.no_grad():
+        for layer in tiny.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.self_attn.o_proj):
+                projection.bias.zero_()
+            bias = layer.self_attn.k_proj.bias.zero_().view(KV_HEADS, HEAD_DIM)
+            bias[:, 30], bias[:, 31] = 100.0, -60.0
+            layer.self_attn.q_proj.weight.mul_(300.0)
+    tiny.save_pretrained(folder / "biased")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "biased")
+    return str(folder / "biased")
+
+
+def bits_of(scheme, layer):
+    """Mean bits of a layer's keys and values."""
+    tiers = [codec.tiers for codec in (scheme.for_layer(layer, LAYERS).keys, scheme.for_layer(layer, LAYERS).values)]
+    return tuple(sum(bits) // len(bits) for bits in tiers)
+
+
 def test_generate_prints_the_model_the_text_and_what_the_cache_holds(model, capsys):
     assert main(["generate", "--model", model, "--prompt", "Once", "--max-new-tokens", "9"]) == 0
     out = capsys.readouterr().out
@@ -90,6 +129,30 @@ def test_generate_keeps_sinks_and_residual_exact(model, capsys):
     assert main(["generate", "--model", model, *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_coded"] == (found["tokens"] - 5) * LAYERS
+
+
+def test_generate_checks_codes_in_one_line_a_warning(model, tmp_path, capsys):
+    config = AffineConfig(mode="int4")
+    scheme = str(tmp_path / "int4.json")
+    QuantConfig(keys=config, values=config, name="int4").save(scheme)
+    arguments = ["generate", "--model", biased(model, tmp_path), "--prompt", "abcdefg" * 20, "--max-new-tokens", "2"]
+    assert main([*arguments, "--cache", scheme, "--check", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = [line for line in captured.err.splitlines() if line.startswith("hf-kvq: warning: ")]
+    assert [line.split(",")[0] for line in found] == [f"hf-kvq: warning: layer {index}" for index in range(LAYERS)]
+    assert json.loads(captured.out)["scheme"] == scheme
+    assert main([*arguments, "--cache", scheme]) == 0
+    assert "hf-kvq: warning" not in capsys.readouterr().err
+
+
+def test_generate_checks_in_silence_what_fits(model, capsys):
+    assert main(["generate", "--model", model, "--cache", "q8", "--prompt", "x" * 140, "--check"]) == 0
+    assert "hf-kvq: warning" not in capsys.readouterr().err
+
+
+def test_generate_says_that_nothing_was_there_to_check(model, capsys):
+    assert main(["generate", "--model", model, "--cache", "q8", "--max-new-tokens", "2", "--check"]) == 0
+    assert "hf-kvq: warning: q8 has coded none of the 21 tokens" in capsys.readouterr().err
 
 
 def test_generate_says_when_there_is_no_chat_template(model, capsys):
@@ -149,6 +212,51 @@ def test_eval_prints_a_receipt_and_its_rerun_as_json(evaluate, tmp_path, capsys)
     assert found["perplexity"] == pytest.approx(recorded["perplexity"], rel=1e-5)
 
 
+def test_allocate_prints_a_table_and_saves_a_scheme(allocate, tmp_path, capsys):
+    assert allocate("--bits", "4.6") == 0
+    captured = capsys.readouterr()
+    path = tmp_path / "new" / "mine.json"
+    scheme = QuantConfig.load(path)
+    assert (scheme.name, scheme.sinks, scheme.residual) == ("mine", 4, 0)
+    lines = [line.split() for line in captured.out.splitlines()]
+    assert ["layer", "keys", "bits", "values", "bits", "keys", "KL", "values", "KL"] in lines
+    rows = [line for line in lines if line and line[0].isdigit()]
+    assert [row[:3] for row in rows] == [[str(i), *map(str, bits_of(scheme, i))] for i in range(LAYERS)]
+    assert all(0 < float(kl) < 1 for row in rows for kl in row[3:])
+    # Codes of a head_dim of 40 take a byte of scale for all of it.
+    average = sum(sum(bits_of(scheme, i)) for i in range(LAYERS)) / 4 + 8 / HEAD_DIM
+    assert f"Average: {average:.3f} bits an element" in captured.out
+    assert captured.out.splitlines()[-1] == f"Scheme: {path}"
+
+
+def test_allocate_prints_json_alone(allocate, tmp_path, capsys):
+    assert allocate("--bits", "3.7", "--sinks", "2", "--residual", "1", "--attention", "dense", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    scheme = QuantConfig.from_dict(found["scheme"])
+    assert scheme == QuantConfig.load(found["path"])
+    assert (scheme.sinks, scheme.residual) == (2, 1)
+    assert (found["tokens"], found["bits"], found["attention"]) == (150, 3.7, "dense")
+    assert found["average"] <= 3.7
+    assert [layer["layer"] for layer in found["layers"]] == list(range(LAYERS))
+    for layer in found["layers"]:
+        assert (layer["keys"]["bits"], layer["values"]["bits"]) == bits_of(scheme, layer["layer"])
+        assert layer["keys"]["kl"] > 0
+
+
+def test_every_command_takes_the_file_of_a_scheme(allocate, evaluate, model, tmp_path, capsys):
+    assert allocate() == 0
+    path = str(tmp_path / "new" / "mine.json")
+    capsys.readouterr()
+    assert main(["generate", "--model", model, "--cache", path, "--prompt", "x" * 140, "--max-new-tokens", "2"]) == 0
+    assert f"Cache: {path}, 141 tokens" in capsys.readouterr().out
+    assert evaluate("--cache", "exact", path, "--window", "160") == 0
+    assert "| mine " in capsys.readouterr().out
+    assert main(["memory", "--model", model, "--context", "1000", "--cache", "exact", path]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [row[0] for row in rows] == ["exact", path]
+    assert float(rows[1][3]) < 16
+
+
 def test_memory_counts_from_the_config_alone(model, tmp_path, capsys):
     # No weights in this folder.
     LlamaConfig.from_pretrained(model).save_pretrained(tmp_path)
@@ -189,6 +297,12 @@ def test_memory_prints_a_line_for_each_scheme(model, capsys):
         (["eval", "--text", "no/such/file.txt"], "no/such/file.txt"),
         (["eval", "--receipt", "no/such/receipt.json"], "no/such/receipt.json"),
         (["eval", "--chunk", "4"], "takes no chunk"),
+        (["generate", "--cache", "no/such/scheme.json"], "no file no/such/scheme.json"),
+        (["eval", "--cache", "no/such/scheme.json"], "no file no/such/scheme.json"),
+        (["allocate", "--out", "scheme.yaml"], "--out must end in .json"),
+        (["allocate", "--out", "unwritten.json", "--bits", "1"], "bits must be at least 2.2"),
+        (["allocate", "--out", "unwritten.json", "--tokens", "100"], "100 tokens are too few"),
+        (["allocate", "--out", "unwritten.json", "--text", "no/such/file.txt"], "no/such/file.txt"),
     ],
 )
 def test_what_goes_wrong_is_one_line_and_exit_code_2(model, capsys, arguments, message):
