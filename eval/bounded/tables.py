@@ -65,17 +65,20 @@ def quality_table(records: Sequence[dict[str, Any]]) -> str:
         f"Perplexity at equal bytes, {newest['model']} on {newest['text']}, windows {newest['first']} to {last} of {newest['window']:,} tokens, positions from "
         f"{newest['scored_from']:,} scored"
         + ("" if full is None else f"; full attention {full['perplexity']:.2f}")
-        + ". In brackets the difference to sinks + window in nats, with its standard error over windows. W: window, M: heavy hitters, C: clusters.",
+        + ". In brackets the difference to sinks + window in nats, with its standard error over windows. W: window, M: heavy hitters, C: clusters; int8 codes where no scheme is named.",
         "",
         "| budget, int8 tokens of a head | " + " | ".join(KINDS) + " |",
         "| ---: |" + " ---: |" * len(KINDS),
     ]
     for budget in sorted({row["budget"] for row in rows.values() if row["budget"]}):
         of_budget = [row for row in rows.values() if row["budget"] == budget]
-        plain = next((row for row in of_budget if row["kind"] == KINDS[0]), None)
+        plain = next((row for row in of_budget if row["kind"] == KINDS[0] and row["scheme"] == "int8"), None)
         cells = []
         for kind in KINDS:
-            found = sorted((row for row in of_budget if row["kind"] == kind), key=lambda row: row["label"])
+            found = sorted(
+                (row for row in of_budget if row["kind"] == kind),
+                key=lambda row: (row["scheme"] != "int8", row["label"]),
+            )
             cells.append("<br>".join(_cell(row, plain) for row in found) or "-")
         lines.append(f"| {budget:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -99,7 +102,8 @@ def retrieval_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(row: dict[str, Any], plain: dict[str, Any] | None) -> str:
-    text = f"{row['perplexity']:.2f} {row['label']}"
+    scheme = "" if row["scheme"] in (None, "int8") else f"{row['scheme']} "
+    text = f"{row['perplexity']:.2f} {scheme}{row['label']}"
     if plain is None or plain is row:
         return text
     difference = np.asarray(row["nll"]) - np.asarray(plain["nll"])

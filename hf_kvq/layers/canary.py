@@ -14,11 +14,12 @@ from torch import Tensor
 
 __all__ = ["LIMIT", "CodesUnfitWarning", "attention_error", "warn_if_unfit"]
 
-LIMIT = 0.4
+LIMIT = 0.9
 """Relative error of the attention output above which a scheme is called unfit.
 
 The worst head of SmolLM2-135M after a prompt of 240 tokens of prose, keys standing in for queries / by its own queries: q8 .02 / .02, int8 .05 / .04, kivi4 .21 / .24, q4
-.18 / .35; beyond the limit are q3 .29 / .65, q2 .67 / .65, one scale a token at 4 bits .62 / .71, kivi2 .82 / .82.
+.18 / .35, q3 .29 / .65, q2 .67 / .65, one scale a token at 4 bits .62 / .71, kivi2 .82 / .82. With a constant of +100 and -60 on two channels of the keys one scale a token at 4
+bits is at 1.0 to 1.2: what it gives has nothing to do with what it should.
 """
 
 QUERIES = 64
