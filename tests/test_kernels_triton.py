@@ -166,7 +166,7 @@ def test_a_grid_counts_as_in_float64(keys, values, dim):
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("dim", [40, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 80, 256])
 @pytest.mark.parametrize(("keys", "values"), zip(GRIDS, [*list(GRIDS)[1:], "q8"], strict=True))
 def test_every_grid_counts_as_in_float64(keys, values, dim):
     for name in (keys, values):
