@@ -294,7 +294,7 @@ def fit_basis(
         gain=torch.zeros_like(mean[..., :1], dtype=torch.uint8), order=order, tiers=tiers, rope=rope,
         aims=mean.new_zeros(*mean.shape[:2], 0, dim // 2, dtype=torch.uint8),
         aim_scale=mean.new_zeros(*mean.shape[:2], 0, dtype=torch.uint8),
-        origin=mean.new_zeros(mean.shape[0], dtype=torch.int32) if origin is None else origin,
+        origin=mean.new_zeros(mean.shape[0], dtype=torch.int32) if origin is None else origin.clone(),
         offset=origin is not None and bool(origin.any()),
     )  # fmt: skip
     gain = gain * _levelled(draft, gain, energy, bits)
