@@ -323,7 +323,7 @@ def test_the_compiled_encoder_writes_the_codecs_own_bits(shape, dtype):
         name: torch.full((*part.shape[:2], part.shape[2] + 4, part.shape[3]), 1).to(part.dtype)
         for name, part in expected.items()
     }
-    encoder(x, got["codes"][:, :, 2:-2], got["scale"][:, :, 2:-2])
+    encoder(x, got["codes"][:, :, 2:-2], got["scale"][:, :, 2:-2], None, None)
     for name, part in expected.items():
         assert torch.equal(got[name][:, :, 2:-2], part)
         assert (got[name][:, :, :2] == 1).all()
