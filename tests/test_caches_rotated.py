@@ -348,23 +348,8 @@ def test_a_cache_that_was_cropped_to_nothing_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2",
-        pytest.param(
-            "llama",
-            marks=pytest.mark.xfail(
-                reason="the mean of a padded row's keys is turned by its padding, and rounded there", strict=True
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_left_padded_rows_equal_the_same_rows_alone(name, attention):
-    if name == "llama":
-        pytest.xfail(
-            "without position_ids a model turns a padded row by its columns, and it is learned at its own positions"
-        )
     # float64: a rounding of float32 that differs with the batch may tip a code over, and one code is more than any tolerance.
     model = tiny(name).double()
     long, short = ids(170, rows=1), ids(161, rows=1, seed=1)
@@ -621,6 +606,36 @@ def test_a_bounded_forward_that_taught_can_be_undone(far_field):
     outputs = [ask(each, stream[30:], [40, 1, 49]) for each in (layer, straight)]
     for ours, theirs in zip(*outputs, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.xfail(reason="a bounded store learns from drafts that may be taken back", strict=True)
+@pytest.mark.parametrize("far_field", [None, HeavyHitters(12)], ids=["none", "heavy hitters"])
+@pytest.mark.parametrize(("first", "draft", "accepted"), [(40, 8, 0), (40, 8, 2), (30, 20, 5)])
+def test_a_recorded_draft_teaches_a_bounded_layer_nothing(first, draft, accepted, far_field):
+    stream, other = stream_of(80), stream_of(80, seed=50)
+    rolled, straight = (bounded(far_field=far_field) for _ in range(2))
+    for layer in (rolled, straight):
+        layer.activate_past_recording()
+        ask(layer, stream[:first], [first])
+    ask(rolled, stream[first : first + accepted].before(other[accepted:draft]), [draft])
+    rolled.crop(accepted - draft)
+    ask(straight, stream[first : first + accepted], [1] * accepted)
+    rest = stream[first + accepted : first + accepted + 10]
+    for ours, theirs in zip(*(ask(layer, rest, [1] * 10) for layer in (rolled, straight)), strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+def test_a_recorded_draft_of_a_bounded_layer_that_has_learned_is_taken_back():
+    stream, other = stream_of(80), stream_of(80, seed=50)
+    rolled, straight = (bounded(far_field=HeavyHitters(12)) for _ in range(2))
+    for layer in (rolled, straight):
+        layer.activate_past_recording()
+        ask(layer, stream[:50], [50])
+    ask(rolled, stream[50:53].before(other[3:8]), [8])
+    rolled.crop(-5)
+    ask(straight, stream[50:53], [1] * 3)
+    for ours, theirs in zip(*(ask(layer, stream[53:], [1] * 27) for layer in (rolled, straight)), strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
 
 
 def test_a_hook_that_raises_where_codecs_learned_takes_all_of_it_back():
