@@ -7,11 +7,12 @@ import functools
 import oracles_rotated as oracle
 import pytest
 import torch
-from oracles import ODD_SHAPES, states
+from oracles import ODD_SHAPES, attention, states
 
 from hf_kvq.codecs import make_codec
 from hf_kvq.codecs.rotated import FLIPS, TRIALS, RotatedCodec, encode_grid
 from hf_kvq.config import RotatedConfig
+from hf_kvq.kernels import Operand, Scoring, Visibility, attend
 from hf_kvq.packing import BEST_SCALES, SCALE_ONE, Grid, scale_of
 from hf_kvq.rope import Rope
 
@@ -276,7 +277,7 @@ def test_the_error_of_states_is_bounded_by_the_gaps_of_levels(bits, kind):
 @pytest.mark.parametrize(
     ("bits", "limit"), [(8, 0.012), (6, 0.04), (5, 0.08), (4, 0.15), (3, 0.28), (2, 0.5), (TIERS, 0.2)]
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["full", "none", "values"])
 def test_tokens_that_come_later_are_coded_as_well_as_those_that_taught(bits, kind, limit):
     codec, x, _ = fitted(bits, kind, queries=False)
     shift = codec.basis.at(0, 300)._shift(torch.float64)
@@ -372,3 +373,54 @@ def test_a_scale_of_about_one_is_the_most_common():
     codec, x, _ = fitted(4, "full", queries=False)
     scale = codec.encode(x)["scale"]
     assert abs(scale.double().mean() - SCALE_ONE) < 4
+
+
+# Attention
+
+
+def operand(codec: RotatedCodec, x: torch.Tensor) -> Operand:
+    dim = x.shape[3]
+    placed = codec.basis_at(0, x.shape[2])
+    return Operand("grid", codec.encode(x), dim, codec.decode_into, codec.grid_of(dim), placed)
+
+
+def attended(queries: int, dtype: torch.dtype, visibility: Visibility):
+    """The answer over 300 tokens, and that over the states that their codes stand for, in float64."""
+    (key_codec, keys, _), (value_codec, values, _) = fitted(4, "full"), fitted(4, "values")
+    query = states(2, 2, 3, queries, 64, seed=4).to(dtype)
+    coded = operand(key_codec, keys), operand(value_codec, values)
+    part = attend(query, *coded, 0, visibility, Scoring(0.125))
+    seen = visibility.tile(0, queries, 0, 300, query.device)
+    read_keys, read_values = (read(c, o.parts, 64) for c, o in zip((key_codec, value_codec), coded, strict=True))
+    exact = attention(query, read_keys, read_values, scaling=0.125, visible=None if seen is None else seen[:, :, None])
+    return part, exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [1, 4, 70])
+def test_codes_in_a_basis_are_attended_to_as_what_they_stand_for(queries, dtype):
+    part, (output, lse) = attended(queries, dtype, Visibility(300 - queries, queries))
+    assert (part.output - output).abs().max() < 2e-5 * output.abs().max()
+    assert (part.lse - lse).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "queries",
+    [
+        pytest.param(
+            1,
+            marks=pytest.mark.xfail(
+                reason="the output of what saw nothing comes out of the basis as the mean", strict=True
+            ),
+        ),
+        70,
+    ],
+)
+def test_a_row_that_sees_nothing_of_codes_in_a_basis_gives_zeros(queries):
+    real = torch.ones(2, 300, dtype=torch.bool)
+    real[0] = False
+    part, (output, lse) = attended(queries, torch.float32, Visibility(300 - queries, queries, real=real))
+    assert (part.lse[0] == -torch.inf).all()
+    assert (part.lse[1] - lse[1]).abs().max() < 1e-4
+    assert (part.output[1] - output[1]).abs().max() < 2e-5 * output.abs().max()
+    assert not part.output[0].any()
