@@ -17,10 +17,10 @@ demo: $(VENV)/.installed
 test: test-fast test-slow
 
 test-fast: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: $(VENV)/.installed-models
-	$(BIN)/python -m pytest -m slow --durations=10
+	$(BIN)/python -m pytest -n auto -m slow --durations=10
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jaxtyping
 import pytest
@@ -33,3 +33,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def shown(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Print a line of figures at the end of the run, whichever process it comes from."""
+    return lambda line: record_property("shown", line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """See `shown`."""
+    reports = [*terminalreporter.stats.get("passed", ()), *terminalreporter.stats.get("failed", ())]
+    lines = [(report.nodeid, line) for report in reports for name, line in report.user_properties if name == "shown"]
+    if lines:
+        terminalreporter.section("figures")
+    for _, line in sorted(lines, key=lambda each: each[0]):
+        terminalreporter.write_line(line)

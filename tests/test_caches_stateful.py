@@ -153,7 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("cache_settings", [{}, {"sinks": 3}, {"residual": 5}, {"sinks": 3, "residual": 5}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_sequence_of_operations_equals_dynamic_cache(dtype, cache_settings, record_property, capsys):
+def test_every_sequence_of_operations_equals_dynamic_cache(dtype, cache_settings, record_property, shown):
     machine = type("Machine", (CacheMachine,), {"dtype": dtype, "settings_of_cache": cache_settings})
     run_state_machine_as_test(
         machine,
@@ -167,5 +167,4 @@ def test_every_sequence_of_operations_equals_dynamic_cache(dtype, cache_settings
         ),
     )
     assert machine.sequences >= 100
-    with capsys.disabled():
-        print(f"\n{dtype} {cache_settings}: {machine.sequences} sequences, {machine.operations} operations, bit-equal")
+    shown(f"{dtype} {cache_settings}: {machine.sequences} sequences, {machine.operations} operations, bit-equal")

@@ -25,6 +25,7 @@ def test_without_a_gpu_it_says_so_in_one_line_and_stops(monkeypatch, capsys):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_dry_run_checks_every_layout_and_ends_with_a_line_of_json(tmp_path):
     # A process of its own: Triton decides at its first import whether it interprets.

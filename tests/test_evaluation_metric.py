@@ -21,7 +21,7 @@ def metric(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["int8", PRESETS["seed_fp8"]])
-@pytest.mark.parametrize("protocol", ["windows", "decode"])
+@pytest.mark.parametrize("protocol", ["windows", pytest.param("decode", marks=pytest.mark.slow)])
 def test_it_gives_the_figures_of_the_receipts(metric, scheme, protocol):
     loaded = tiny_loaded()
     found = metric.compute(

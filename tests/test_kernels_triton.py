@@ -362,6 +362,7 @@ def in_its_own_process(*arguments: str, **environment: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu_with_exact_products(tmp_path):
     # The interpreter takes much that the compiler does not; compiling needs no GPU.
     done = in_its_own_process("-W", "ignore", "-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))

@@ -49,15 +49,14 @@ def quantized(loaded, scheme="int8", **kwargs):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "seed_int8", "seed_fp8"])
-def test_greedy_decoding_follows_the_exact_cache(scheme, capsys, attention):
+def test_greedy_decoding_follows_the_exact_cache(scheme, shown, attention):
     loaded = smollm2_for_tests()
     inputs = encode(loaded, PROMPT)
     exact = generate(loaded, inputs, DynamicCache(config=loaded.model.config))
     coded = generate(loaded, inputs, quantized(loaded, scheme))
     start = inputs["input_ids"].shape[1]
     same = (exact == coded)[0, start:].int().cumprod(0).sum().item()
-    with capsys.disabled():
-        print(f"\n{scheme}, {attention}: the first {same} of 40 greedy tokens equal the exact cache's")
+    shown(f"{scheme}, {attention}: the first {same} of 40 greedy tokens equal the exact cache's")
     assert same >= 5
 
 
@@ -161,7 +160,7 @@ def test_chunks_of_a_prefill_read_the_same_codes():
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
-def test_fused_and_dense_agree_on_real_text(scheme, capsys):
+def test_fused_and_dense_agree_on_real_text(scheme, shown):
     loaded = smollm2_for_tests()
     ids = encode(loaded, wikitext()[:3000])["input_ids"][:, :512]
     found = {}
@@ -178,11 +177,10 @@ def test_fused_and_dense_agree_on_real_text(scheme, capsys):
     to_exact = {
         name: compare_logits(found["exact"], found[name], ids[0]).kl.mean().item() for name in ("dense", "fused")
     }
-    with capsys.disabled():
-        print(
-            f"\n{scheme}, 512 tokens: KL between dense and fused mean {between.mean():.2e}, max {between.max():.2e}; "
-            f"to exact: dense {to_exact['dense']:.2e}, fused {to_exact['fused']:.2e}"
-        )
+    shown(
+        f"{scheme}, 512 tokens: KL between dense and fused mean {between.mean():.2e}, max {between.max():.2e}; "
+        f"to exact: dense {to_exact['dense']:.2e}, fused {to_exact['fused']:.2e}"
+    )
     # What tips over between the two is part of the coding's own noise: neither is closer to exact than the other.
     assert between.mean() <= to_exact["dense"]
     assert to_exact["fused"] <= 1.25 * to_exact["dense"]
@@ -209,7 +207,7 @@ def in_float64(model):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("scheme", ["identity", "int8", "fp8"])
-def test_one_coded_pass_equals_token_by_token_on_256_real_tokens(scheme, dtype, capsys):
+def test_one_coded_pass_equals_token_by_token_on_256_real_tokens(scheme, dtype, shown):
     loaded = smollm2_for_tests()
     model = loaded.model if dtype == torch.float32 else in_float64(loaded.model)
     ids = encode(loaded, wikitext()[:3000])["input_ids"][:, :256]
@@ -221,11 +219,10 @@ def test_one_coded_pass_equals_token_by_token_on_256_real_tokens(scheme, dtype, 
     targets = torch.zeros(256, dtype=torch.long)
     between, coding = compare_logits(once, steps, targets), compare_logits(exact, once, targets)
     difference, moved = (once - steps).abs().max().item(), (exact - once).abs().max().item()
-    with capsys.disabled():
-        print(
-            f"\n{scheme}, {dtype}: one pass against token by token: max logit difference {difference:.2e}, "
-            f"mean KL {between.kl.mean():.2e} (exact against coded: {moved:.2e}, {coding.kl.mean():.2e})"
-        )
+    shown(
+        f"{scheme}, {dtype}: one pass against token by token: max logit difference {difference:.2e}, "
+        f"mean KL {between.kl.mean():.2e} (exact against coded: {moved:.2e}, {coding.kl.mean():.2e})"
+    )
     if dtype == torch.float64:
         assert difference < 1e-10
     elif scheme == "identity":
@@ -254,7 +251,7 @@ def test_the_same_real_states_give_the_same_codes_in_one_pass_and_token_by_token
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "seed_int8"])
-def test_bytes_agree_with_the_storages_and_with_the_formula(scheme, dtype, capsys):
+def test_bytes_agree_with_the_storages_and_with_the_formula(scheme, dtype, shown):
     loaded = smollm2_for_tests()
     model = loaded.model if dtype == torch.float32 else copy.deepcopy(loaded.model).to(dtype)
     ids = encode(loaded, wikitext()[:8000])["input_ids"][:, :1024]
@@ -269,11 +266,10 @@ def test_bytes_agree_with_the_storages_and_with_the_formula(scheme, dtype, capsy
     )
     stock = sum(layer.keys.nbytes + layer.values.nbytes for layer in exact.layers)
     formula = expected_nbytes(model.config, scheme, 1024, dtype=dtype)
-    with capsys.disabled():
-        print(
-            f"\n{scheme} {dtype}: nbytes {cache.nbytes:,}, storages {storages:,}, formula {formula:,} "
-            f"({formula / cache.nbytes - 1:+.2%}), DynamicCache {stock:,}: ratio {stock / cache.nbytes:.2f}"
-        )
+    shown(
+        f"{scheme} {dtype}: nbytes {cache.nbytes:,}, storages {storages:,}, formula {formula:,} "
+        f"({formula / cache.nbytes - 1:+.2%}), DynamicCache {stock:,}: ratio {stock / cache.nbytes:.2f}"
+    )
     assert cache.nbytes == storages
     assert abs(formula / cache.nbytes - 1) < 0.01
     assert expected_nbytes(model.config, "exact", 1024, dtype=dtype) == stock
@@ -301,7 +297,7 @@ def divergence_by_position(loaded, ids, *caches):
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_gemma_generates_1200_tokens_and_keeps_its_windows(capsys):
+def test_gemma_generates_1200_tokens_and_keeps_its_windows(shown):
     loaded = gemma_for_tests()
     window = loaded.model.config.sliding_window
     torch.manual_seed(0)
@@ -309,18 +305,17 @@ def test_gemma_generates_1200_tokens_and_keeps_its_windows(capsys):
     cache = quantized(loaded)
     out = generate(loaded, prompt, cache, do_sample=True, top_k=0, max_new_tokens=1200, min_new_tokens=1200)
     (kl,) = divergence_by_position(loaded, out[:, :-1], quantized(loaded, prefill="coded"))
-    with capsys.disabled():
-        print(
-            f"\n{cache}\nGemma 3 270M, int8, {out.shape[1]} tokens of its own: mean KL {kl[:window].mean():.2e} before position "
-            f"{window}, {kl[window:].mean():.2e} beyond; median {kl[:window].median():.2e}, {kl[window:].median():.2e}"
-        )
+    shown(
+        f"{cache}\nGemma 3 270M, int8, {out.shape[1]} tokens of its own: mean KL {kl[:window].mean():.2e} before position "
+        f"{window}, {kl[window:].mean():.2e} beyond; median {kl[:window].median():.2e}, {kl[window:].median():.2e}"
+    )
     assert out.shape[1] == prompt["input_ids"].shape[1] + 1200
     expected = {"sliding_attention": window - 1, "full_attention": out.shape[1] - 1}
     assert [layer.tokens_coded for layer in cache.coded_layers] == [expected[kind] for kind in cache.layer_types]
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_gemma_past_its_window_reads_the_same_codes_fused_and_dense(capsys):
+def test_gemma_past_its_window_reads_the_same_codes_fused_and_dense(shown):
     loaded = gemma_for_tests()
     window = loaded.model.config.sliding_window
     ids = encode(loaded, wikitext()[:20_000])["input_ids"][:, : window + 200]
@@ -336,17 +331,16 @@ def test_gemma_past_its_window_reads_the_same_codes_fused_and_dense(capsys):
         logits[attention] = torch.cat(parts)
     loaded.model.set_attn_implementation("sdpa")
     kl = compare_logits(logits["sdpa"], logits[ATTENTION], torch.zeros(len(logits["sdpa"]), dtype=torch.long)).kl
-    with capsys.disabled():
-        print(
-            f"\nGemma 3 270M past its window of {window}, int8: KL between dense and fused mean {kl.mean():.2e}, max {kl.max():.2e}"
-        )
+    shown(
+        f"Gemma 3 270M past its window of {window}, int8: KL between dense and fused mean {kl.mean():.2e}, max {kl.max():.2e}"
+    )
     assert len(kl) == 80
     # Coding itself moves this model by some 4e-3.
     assert kl.mean() < 1e-3
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_gemma_is_no_worse_beyond_its_window_than_before_it(capsys):
+def test_gemma_is_no_worse_beyond_its_window_than_before_it(shown):
     loaded = gemma_for_tests()
     window, config = loaded.model.config.sliding_window, loaded.model.config
     ids = encode(loaded, wikitext()[:40_000])["input_ids"][:, 1:]
@@ -360,14 +354,13 @@ def test_gemma_is_no_worse_beyond_its_window_than_before_it(capsys):
         ]
         rows.append(divergence_by_position(loaded, torch.cat([start, part], dim=1), *caches))
     means = {}
-    with capsys.disabled():
-        print(f"\nGemma 3 270M, int8, 3 windows of 1,200 tokens, KL before position {window} and beyond")
-        for name, found in zip(names, zip(*rows, strict=True), strict=True):
-            before, beyond = (torch.cat([kl[part] for kl in found]) for part in (slice(window), slice(window, None)))
-            means[name] = before.mean().item(), beyond.mean().item()
-            print(
-                f"  {name}: mean {means[name][0]:.2e}, {means[name][1]:.2e}; median {before.median():.2e}, {beyond.median():.2e}"
-            )
+    shown(f"Gemma 3 270M, int8, 3 windows of 1,200 tokens, KL before position {window} and beyond")
+    for name, found in zip(names, zip(*rows, strict=True), strict=True):
+        before, beyond = (torch.cat([kl[part] for kl in found]) for part in (slice(window), slice(window, None)))
+        means[name] = before.mean().item(), beyond.mean().item()
+        shown(
+            f"  {name}: mean {means[name][0]:.2e}, {means[name][1]:.2e}; median {before.median():.2e}, {beyond.median():.2e}"
+        )
     # The window is the sliding layers' own; full layers read ever more coded tokens, which costs a little at any position.
     before, beyond = means["sliding layers coded"]
     assert beyond <= before

@@ -35,14 +35,13 @@ def perplexities():
 
 
 @pytest.mark.parametrize(("scheme", "most_percent"), [("seed_int8", 1.5), ("seed_fp8", 2.0)])
-def test_eight_bits_for_the_near_field_cost_little_perplexity(scheme, most_percent, capsys):
+def test_eight_bits_for_the_near_field_cost_little_perplexity(scheme, most_percent, shown):
     found = perplexities()[scheme]
-    with capsys.disabled():
-        print(
-            f"\n{scheme}, 2 windows of 512: perplexity {found.exact_perplexity:.3f} -> {found.perplexity:.3f} "
-            f"({found.delta_perplexity:+.3f}, {found.delta_percent:+.2f} %), KL {found.kl_mean:.2e}, "
-            f"{found.bits_per_element:.2f} bits an element"
-        )
+    shown(
+        f"{scheme}, 2 windows of 512: perplexity {found.exact_perplexity:.3f} -> {found.perplexity:.3f} "
+        f"({found.delta_perplexity:+.3f}, {found.delta_percent:+.2f} %), KL {found.kl_mean:.2e}, "
+        f"{found.bits_per_element:.2f} bits an element"
+    )
     assert found.delta_percent < most_percent
     # Every token was read as codes, and that is felt.
     assert found.tokens_coded == 512 * 30
@@ -94,29 +93,28 @@ def rank_correlations(layer, which, mode):
     return by_token, by_cluster, len(misfit)
 
 
-def printed(layer, which, mode, capsys):
+def printed(layer, which, mode, shown):
     by_token, by_cluster, clusters = rank_correlations(layer, which, mode)
-    with capsys.disabled():
-        print(
-            f"\nlayer {layer}, {('keys', 'values')[which]}, {mode}: rank correlation of the bank's residual with the error per token "
-            f"{by_token.statistic:+.3f} (p {by_token.pvalue:.1e}, {TOKENS - CHUNK} tokens), of misfit with error per cluster "
-            f"{by_cluster.statistic:+.3f} (p {by_cluster.pvalue:.1e}, {clusters} clusters)"
-        )
+    shown(
+        f"layer {layer}, {('keys', 'values')[which]}, {mode}: rank correlation of the bank's residual with the error per token "
+        f"{by_token.statistic:+.3f} (p {by_token.pvalue:.1e}, {TOKENS - CHUNK} tokens), of misfit with error per cluster "
+        f"{by_cluster.statistic:+.3f} (p {by_cluster.pvalue:.1e}, {clusters} clusters)"
+    )
     return by_token, by_cluster
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_where_fp8_errs_most_the_bank_fits_worst(layer, which, capsys):
-    by_token, _ = printed(layer, which, "fp8", capsys)
+def test_where_fp8_errs_most_the_bank_fits_worst(layer, which, shown):
+    by_token, _ = printed(layer, which, "fp8", shown)
     assert by_token.statistic > 0.1
     assert by_token.pvalue < 1e-6
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_error_of_int8_does_not_follow_the_bank(layer, which, capsys):
-    by_token, _ = printed(layer, which, "int8", capsys)
+def test_the_error_of_int8_does_not_follow_the_bank(layer, which, shown):
+    by_token, _ = printed(layer, which, "int8", shown)
     assert abs(by_token.statistic) < 0.1
 
 
