@@ -51,7 +51,7 @@ class QuantizedSlidingWindowCache(CodedCache):
         prefill: As in `QuantizedCache`.
         skip_layers: Likewise.
         budget_bytes_per_head: In place of `window`: bytes of one kv head and row, split between window and far field as `BoundsRule` says; the numbers
-            in `far_field` then do not matter.
+            in `far_field` then do not matter. Tokens count as codes: a row's first ones, exact until a scheme's codecs have learned, may take more.
 
     Raises:
         ValueError: If an argument is not as described, or as `QuantizedCache` does.

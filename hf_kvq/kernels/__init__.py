@@ -53,7 +53,7 @@ __all__ = [
 
 
 Enter = Callable[[Query, PlacedBasis], tuple[Query, Bias]]
-Leave = Callable[[Tensor, PlacedBasis], Tensor]
+Leave = Callable[[Partial, PlacedBasis], Tensor]
 
 FEW = 8
 """Tokens up to which an encoder of `encoder_for` is quicker than tensor operations."""
@@ -131,7 +131,7 @@ def attend(
     if keys.basis is not None:
         query, bias = enter(query, keys.basis)
     part = _ask(query, keys.in_basis(), values.in_basis(), first_column, visibility, scoring, logits, bias)
-    return part if output_basis is None else part._replace(output=leave(part.output, output_basis))
+    return part if output_basis is None else part._replace(output=leave(part, output_basis))
 
 
 def _ask(
@@ -160,5 +160,6 @@ def _enter(query: Query, basis: PlacedBasis) -> tuple[Query, Bias]:
     return basis.query(query), basis.bias(query).contiguous()
 
 
-def _leave(output: Tensor, basis: PlacedBasis) -> Tensor:
-    return basis.output(output)
+def _leave(part: Partial, basis: PlacedBasis) -> Tensor:
+    # What saw nothing has no weights that sum to one, and no share in the mean.
+    return basis.output(part.output).masked_fill_((part.lse == -torch.inf)[..., None], 0.0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_kvq.basis import BLOCK, Basis, PlacedBasis, block_table, block_waves, hadamard
+from hf_kvq.kernels.base import Partial
 from hf_kvq.kernels.numba_aim import _aim_some
 from hf_kvq.kernels.numba_encode import _encode_some, _plan
 from hf_kvq.kernels.numba_memory import memory, pointer
@@ -70,13 +71,13 @@ def enter_basis(query: Tensor, placed: PlacedBasis) -> tuple[Tensor, Tensor]:
     return turned, bias.contiguous()
 
 
-def leave_basis(output: Tensor, placed: PlacedBasis) -> Tensor:
-    """See `PlacedBasis.output`."""
-    output = output.float().contiguous()
+def leave_basis(part: Partial, placed: PlacedBasis) -> Tensor:
+    """See `PlacedBasis.output`; zero where nothing was seen."""
+    output, lse = part.output.float().contiguous(), part.lse.float().contiguous()
     result = torch.empty_like(output)
     rows = output.shape[0] * output.shape[1]
     _leave(
-        (output.data_ptr(), result.data_ptr(), *_places(placed.basis)),
+        (output.data_ptr(), result.data_ptr(), lse.data_ptr(), *_places(placed.basis)),
         (rows, output.numel() // output.shape[-1] // rows),
         _sizes(placed.basis),
     )
@@ -285,9 +286,10 @@ def _enter(places, counts, sizes):
 @no_type_check
 def _leave(places, counts, sizes):
     heads, queries = counts
-    basis = places[2:]
+    basis = places[3:]
     dim, tiers, _, _, _, _ = sizes
     size = dim // tiers
+    lse = numba.carray(pointer(places[2]), (heads, queries), np.float32)
     matrix = numba.carray(pointer(basis[6]), (size, size), np.float64)
     output = numba.carray(pointer(places[0]), (heads, queries, dim), np.float32)
     result = numba.carray(pointer(places[1]), (heads, queries, dim), np.float32)
@@ -296,6 +298,9 @@ def _leave(places, counts, sizes):
     for head in range(heads):
         _read(basis, sizes, head, means, gains, order)
         for i in range(queries):
+            if lse[head, i] == -np.inf:
+                result[head, i, :] = 0.0
+                continue
             for tier in range(tiers):
                 sums[:] = 0.0
                 for k in range(size):

@@ -305,7 +305,7 @@ class QuantizedLayer(CodedLayer):
         assert self.store is not None
         self._mark = self.store.mark()
         grouped = None if query is None else query.unflatten(1, (keys.shape[1], -1))
-        self.store.learn(keys, values, self.seen, grouped, recording=self.record_past)
+        self.store.learn(keys, values, self.seen, grouped, settled=self.seen if self.record_past else None)
         tokens, visible = keys.shape[2], self._visible_from(self.seen)
         outlasts_window = self.window is not None and not self.record_past and tokens >= self.window
         reads_codes = tokens == 1 or self.prefill == "coded" or (self.record_past and self.seen > 0)

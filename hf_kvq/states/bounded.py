@@ -162,9 +162,10 @@ class BoundedStore:
         """
         self.settle(self.seen)
         start, tokens = self.seen, keys.shape[2]
+        # Assisted decoding takes back tokens of its last forward: what came before them is there to stay.
+        settled = start + max(tokens - ROLLBACK, 0) if recording else start + tokens
         outputs = []
         for begin, end in self._pieces(start, tokens):
-            # Assisted decoding takes back tokens of its last forward: what came before them is there to stay.
             tentative = recording and begin + ROLLBACK > tokens
             if begin == 0 or not tentative:
                 self._step_to(start + begin)
@@ -173,7 +174,7 @@ class BoundedStore:
                 self.mass.extend_to(start + end)
             query = None if asked is None else asked.query[:, :, :, begin:end]
             if not exact:
-                self.tokens.append(*current, query=query, in_place=False)
+                self.tokens.append(*current, query=query, settled=settled, in_place=False)
             elif self.tokens.sinks is not None:
                 self.tokens.sinks.write(*current, start + begin)
             if asked is not None:
@@ -187,7 +188,7 @@ class BoundedStore:
                 piece = replace(asked, query=asked.query[:, :, :, begin:end], column=start + begin)
                 outputs.append(self._attend(piece, segments, first, tentative=tentative))
             if exact:
-                self.tokens.append(*current, query=query, in_place=False)
+                self.tokens.append(*current, query=query, settled=settled, in_place=False)
         if not recording:
             # Where the store stands then depends on how many tokens came, and not on how.
             self._step_to(start + tokens - 1)

@@ -72,6 +72,22 @@ class SinkStore:
             states[row, :, begin - column : max(end, begin) - column] = 0
         return states
 
+    def restore(
+        self,
+        states: tuple[
+            Float[Tensor, "batch kv_heads tokens key_dim"], Float[Tensor, "batch kv_heads tokens value_dim"]
+        ],
+        exact: tuple[Float[Tensor, "batch kv_heads tokens key_dim"], Float[Tensor, "batch kv_heads tokens value_dim"]],
+        column: int,
+    ) -> None:
+        """Put those of columns `column` and on that are sinks where their codes' states are."""
+        for row in range(len(self.first)):
+            begin, end = self._columns(row, column, column + states[0].shape[2])
+            for target, source in zip(states, exact, strict=True):
+                target[row, :, begin - column : max(end, begin) - column] = source[
+                    row, :, begin - column : max(end, begin) - column
+                ]
+
     def states(self, end: int) -> SinkStates | None:
         """The sinks at columns before `end` as attention reads them; None while there are none."""
         return None if self.tensors is None else SinkStates(*self.tensors, list(self.first), end)

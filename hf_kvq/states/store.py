@@ -175,6 +175,7 @@ class TokenStore:
         *,
         query: Query | None = None,
         recording: bool = False,
+        settled: int | None = None,
         in_place: bool = True,
     ) -> None:
         """Store new tokens: the first ones as sinks, the newest in the residual, the rest as codes once the codecs can encode.
@@ -184,6 +185,7 @@ class TokenStore:
             values: Likewise.
             query: Their queries, where attention shows them; codecs may learn from them.
             recording: Keep the last `ROLLBACK` tokens that left the residual exactly, beside their codes.
+            settled: See `learn`; these columns are not settled where `recording` says that they may be cropped again.
             in_place: Whether a view that was taken before may be overwritten.
         """
         if self.sinks is not None:
@@ -194,7 +196,7 @@ class TokenStore:
         if keys.shape[2] == 0:
             return
         start, self.seen = self.seen, self.seen + keys.shape[2]
-        self.learn(keys, values, start, query, recording=recording)
+        self.learn(keys, values, start, query, settled=start if recording else settled)
         if not self.is_fitted:
             self.residual.append(keys, values, in_place=in_place)
             return
@@ -213,7 +215,9 @@ class TokenStore:
             self.residual.append(keys, values, in_place=in_place and self.coded.block == 1)
         self.residual.buffer.drop_before(kept_from)
 
-    def learn(self, keys: Keys, values: Values, start: int, query: Query | None, *, recording: bool = False) -> None:
+    def learn(
+        self, keys: Keys, values: Values, start: int, query: Query | None, *, settled: int | None = None
+    ) -> None:
         """Let codecs learn from tokens that `append` is to take, or is not: a short window drops most of a long prompt.
 
         Args:
@@ -221,14 +225,14 @@ class TokenStore:
             values: Likewise.
             start: Column of the first one.
             query: Of the newest of these columns.
-            recording: Whether these columns may be cropped again; nothing is learned from them then.
+            settled: The column from which on columns may be cropped again, and nothing is learned; None: none may.
         """
         if self.is_fitted:
             return
         end = start + keys.shape[2]
         if query is not None:
             self.statistics.ask(query, end - query.shape[3])
-        if (start if recording else end) >= self.statistics.end:
+        if min(end if settled is None else settled, end) >= self.statistics.end:
             self._fit(keys, values, start)
 
     def encode_now(self) -> None:
@@ -272,7 +276,7 @@ class TokenStore:
         self._learned = snapshot.learned
 
     def round_trip(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
-        """States as attention would read them after they were stored: codes, with the newest exact. Nothing is stored.
+        """States as attention would read them after they were stored: codes, with sinks and the newest exact. Nothing is stored.
 
         Where tokens wait for their block to fill, they are encoded with those that come.
         """
@@ -294,6 +298,8 @@ class TokenStore:
         segment = region.segment(start, end)
         segment.keys.decode_into(decoded[0][:, :, : end - start])
         segment.values.decode_into(decoded[1][:, :, : end - start])
+        if self.sinks is not None:
+            self.sinks.restore(decoded, (keys, values), start)
         return decoded
 
     def drop_before(self, column: int) -> None:
