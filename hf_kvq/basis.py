@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float, Int, Int8, Integer, Shaped, UInt8
 from torch import Tensor
 
-from hf_kvq.packing import BEST_SCALES, pack_int4, scale_bytes, scale_of, unpack_int4
+from hf_kvq.packing import Grid, pack_int4, scale_bytes, scale_of, unpack_int4
 from hf_kvq.rope import Rope
 
 __all__ = ["BLOCK", "Basis", "PlacedBasis", "block_table", "block_waves", "fit_basis", "hadamard"]
@@ -242,7 +242,7 @@ def fit_basis(
     states: Float[Tensor, "batch kv_heads tokens dim"],
     positions: Int[Tensor, "batch tokens"],
     *,
-    bits: tuple[int, ...],
+    grid: Grid,
     rope: Rope | None = None,
     queries: Float[Tensor, "batch kv_heads queries dim"] | None = None,
     balance: bool = True,
@@ -254,7 +254,7 @@ def fit_basis(
     Args:
         states: Keys as they are cached, or values.
         positions: At which the keys were turned, up to a constant for each row.
-        bits: Of each tier; the gains make a scale of 1 the best for the tokens of average size.
+        grid: Of the codes; the gains make a scale of 1 the best for the tokens of average size.
         rope: How they were turned.
         queries: Some queries as they are asked, of all query heads of a kv head; None where none are known. One that is zero counts for nothing.
         balance: Whether channels get gains of their own; for keys.
@@ -262,7 +262,7 @@ def fit_basis(
         origin: Column of each row's position 0; None for column 0.
     """
     states = states.double()
-    dim, tiers = states.shape[3], len(bits)
+    dim, tiers = states.shape[3], len(grid.bits)
     before = states if rope is None else rope.rotate(states, -positions[:, None])
     mean = before.mean(dim=2)
     energy = (before - mean[:, :, None]).square().mean(dim=2)
@@ -297,7 +297,7 @@ def fit_basis(
         origin=mean.new_zeros(mean.shape[0], dtype=torch.int32) if origin is None else origin.clone(),
         offset=origin is not None and bool(origin.any()),
     )  # fmt: skip
-    gain = gain * _levelled(draft, gain, energy, bits)
+    gain = gain * _levelled(draft, gain, energy, grid)
     units = gain[..., :1] if not balance else gain if paired is None else paired.split(gain)[0]
     basis = replace(draft, gain=scale_bytes(units * 2 ** (-0.5 / 8)).clamp(min=1))
     packed = not balance and dim % 2 == 0
@@ -338,12 +338,12 @@ def _integers(
     return codes.round().clamp(-most, most).to(torch.int8), scale
 
 
-def _levelled(basis: Basis, gain: Tensor, energy: Tensor, bits: tuple[int, ...]) -> Tensor:
+def _levelled(basis: Basis, gain: Tensor, energy: Tensor, grid: Grid) -> Tensor:
     """The factor of each channel that makes the best scale of its tier 1."""
     order = basis._channels()
     spread = gain.square() * energy
     by_tier = (spread if order is None else spread.gather(-1, order)).unflatten(-1, (basis.tiers, -1))
-    best = torch.tensor([BEST_SCALES[each] for each in bits], dtype=gain.dtype, device=gain.device)
+    best = torch.tensor([grid.best_scale(bits) for bits in grid.bits], dtype=gain.dtype, device=gain.device)
     factor = (1 / (by_tier.mean(dim=-1).sqrt() * best))[..., None].expand(by_tier.shape).flatten(-2)
     return factor if order is None else torch.empty_like(factor).scatter_(-1, order, factor)
 

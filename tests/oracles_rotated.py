@@ -17,7 +17,7 @@ from hf_kvq.config import LayerQuant, QuantConfig, RotatedConfig
 from hf_kvq.kernels import Visibility
 from hf_kvq.layers import QuantizedLayer
 from hf_kvq.layers.live import LiveConfig
-from hf_kvq.packing import CURVES, Grid
+from hf_kvq.packing import CURVES, TRELLIS_CURVES, Grid
 from hf_kvq.rope import Rope
 
 PLANES = {8: [8], 6: [4, 2], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2], 1: [1]}
@@ -103,6 +103,41 @@ def decoded(codes: Tensor, scales: Tensor, grid: Grid) -> Tensor:
                 dtype=torch.float64,
             )
         )
+    return out
+
+
+def walk(path: list[int]) -> list[int]:
+    """The quarter of each step of a path, from a shift register that begins with zeros (Ungerboeck's 16 states: octal 23 and 04)."""
+    register, found = [0] * 5, []
+    for bit in path:
+        register = [bit, *register[:4]]
+        found.append(2 * (register[0] ^ register[1] ^ register[4]) + register[2])
+    return found
+
+
+def walked(codes: Tensor, scales: Tensor, grid: Grid) -> Tensor:
+    """Numbers in the basis, of codes on a trellis: the path's bits first, then the other bits of each tier."""
+    out = torch.empty(*codes.shape[:-1], grid.dim, dtype=torch.float64)
+    size, channels, run = group_size(grid.dim), grid.dim // len(grid.bits), grid.dim // 8
+    for target, data, bytes_ in zip(
+        out.view(-1, grid.dim),
+        codes.reshape(-1, codes.shape[-1]).tolist(),
+        scales.reshape(-1, scales.shape[-1]).tolist(),
+        strict=True,
+    ):
+        quarter = walk([data[c % run] >> (c // run) & 1 for c in range(grid.dim)])
+        start = run
+        for tier, bits in enumerate(grid.bits):
+            others, below = [0] * channels, 0
+            for width in PLANES.get(bits - 1, []):
+                part = channels * width // 8
+                for c in range(channels):
+                    others[c] |= (data[start + c % part] >> (c // part * width) & (2**width - 1)) << below
+                start, below = start + part, below + width
+            for c in range(channels):
+                channel = tier * channels + c
+                x = 4 * others[c] + quarter[channel] - (2 ** (bits + 1) - 1) / 2
+                target[channel] = x * (1 + TRELLIS_CURVES[bits] * x**2) * scale(bytes_[channel // size])
     return out
 
 

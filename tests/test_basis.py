@@ -11,7 +11,7 @@ from oracles import states
 
 from hf_kvq.basis import Basis, PlacedBasis, fit_basis, hadamard
 from hf_kvq.codecs.rotated import encode_grid, grid_for
-from hf_kvq.packing import BEST_SCALES, SCALE_ONE, pack_int4
+from hf_kvq.packing import BEST_SCALES, SCALE_ONE, Grid, pack_int4
 from hf_kvq.rope import Rope
 
 DIMS = [40, 64, 80, 128, 256]
@@ -143,7 +143,7 @@ def test_a_basis_of_the_wrong_rotation_costs_quality_and_no_exactness(true, wron
         x = right.rotate(x, torch.arange(128))
     sizes = []
     for rope in (right, mistaken):
-        basis = fit_basis(x, torch.arange(128).expand(2, -1), bits=(4,), rope=rope)
+        basis = fit_basis(x, torch.arange(128).expand(2, -1), grid=Grid(64, (4,)), rope=rope)
         placed = basis.at(0, 128)
         coded, query = placed.code(x), wide(2, 3, 1, 5, 64, seed=1)
         assert close(placed.restore(coded), x)
@@ -214,7 +214,7 @@ def taught(
 @pytest.mark.parametrize("bits", LEARNED)
 def test_the_mean_before_rope_is_found_to_half_a_step(kind, bits):
     keys, before, positions, rope = taught(kind)
-    basis = fit_basis(keys, positions, bits=bits, rope=rope)
+    basis = fit_basis(keys, positions, grid=Grid(64, bits), rope=rope)
     step = torch.tensor([oracle.scale(int(byte)) for byte in basis.mean_scale.flatten()]).view(2, 3, 1)
     off = (basis.means(torch.float64) - before.mean(dim=2)).abs() * basis.gains(torch.float64)
     assert (off <= step / 2 * (1 + 1e-9)).all()
@@ -224,7 +224,7 @@ def test_the_mean_before_rope_is_found_to_half_a_step(kind, bits):
 
 def test_the_mean_of_values_is_found_to_half_a_step_of_four_bits():
     x, before, positions, _ = taught("none")
-    basis = fit_basis(x, positions, bits=(4,), balance=False)
+    basis = fit_basis(x, positions, grid=Grid(64, (4,)), balance=False)
     assert basis.mean.dtype == torch.uint8
     assert basis.gain.shape == (2, 3, 1)
     size = before.mean(dim=2).abs().amax(dim=-1, keepdim=True)
@@ -236,7 +236,12 @@ def test_the_mean_of_values_is_found_to_half_a_step_of_four_bits():
 def test_an_odd_head_dim_is_learned_too(dim, balance):
     x, query = wide(2, 3, 128, dim), wide(2, 3, 64, dim, seed=2)
     basis = fit_basis(
-        x, torch.arange(128).expand(2, -1), bits=(8,), queries=query if balance else None, balance=balance, aims=1
+        x,
+        torch.arange(128).expand(2, -1),
+        grid=Grid(64, (8,)),
+        queries=query if balance else None,
+        balance=balance,
+        aims=1,
     )
     assert basis.dim == dim
     placed = basis.at(0, 128)
@@ -248,7 +253,7 @@ def test_an_odd_head_dim_is_learned_too(dim, balance):
 def test_a_constant_added_to_a_rows_positions_turns_its_mean_and_changes_no_gain(kind, bits):
     _, before, positions, rope = taught(kind)
     keys = rope.rotate(before, positions[:, None])
-    near, far = (fit_basis(keys, positions + offset, bits=bits, rope=rope) for offset in (0, 1000))
+    near, far = (fit_basis(keys, positions + offset, grid=Grid(64, bits), rope=rope) for offset in (0, 1000))
     assert torch.equal(near.gain, far.gain)
     assert (near.order is None) == (len(bits) == 1)
     assert near.order is None or torch.equal(near.order, far.order)
@@ -275,7 +280,7 @@ def test_gains_make_one_the_best_scale_of_tokens_of_average_size(kind, bits, bal
     before = before - before.mean(dim=2, keepdim=True)
     keys = before if rope is None else rope.rotate(before, positions[:, None])
     query = wide(2, 3, 256, 64, seed=2) if balance else None
-    basis = fit_basis(keys, positions, bits=bits, rope=rope, queries=query, balance=balance)
+    basis = fit_basis(keys, positions, grid=Grid(64, bits), rope=rope, queries=query, balance=balance)
     coded = basis.at(0, 128).code(keys)
     size = average_size(coded, bits)
     if balance:
@@ -295,7 +300,7 @@ def test_channels_that_weigh_most_in_a_score_get_the_bits():
     ]
     before = torch.randn(2, 3, 128, 64, generator=torch.Generator().manual_seed(1)).double() * spread.repeat(2)
     positions = torch.arange(128).expand(2, -1)
-    basis = fit_basis(rope.rotate(before, positions[:, None]), positions, bits=(6, 4, 3, 3), rope=rope)
+    basis = fit_basis(rope.rotate(before, positions[:, None]), positions, grid=Grid(64, (6, 4, 3, 3)), rope=rope)
     for first in basis.order.view(-1, 32).long():
         by_tier = spread[first].view(4, 8)
         assert (by_tier.amin(dim=1)[:-1] > by_tier.amax(dim=1)[1:] * 0.8).all()
@@ -308,7 +313,7 @@ def test_gains_weigh_queries_against_keys():
     query = torch.randn(1, 1, 4096, 64, generator=generator).double()
     keys[..., :32] *= 4
     query[..., 16:48] *= 9
-    gains = fit_basis(keys, torch.arange(4096)[None], bits=(8,), queries=query).gains(torch.float64)[0, 0]
+    gains = fit_basis(keys, torch.arange(4096)[None], grid=Grid(64, (8,)), queries=query).gains(torch.float64)[0, 0]
     ratios = [float(gains[i * 16 : i * 16 + 16].log2().mean() - gains[-16:].log2().mean()) for i in range(3)]
     # sqrt(sqrt(w) / E) of rms: sqrt(1 / 4), sqrt(9 / 4), sqrt(9).
     assert ratios == pytest.approx([-1, math.log2(1.5), math.log2(3)], abs=0.15)
@@ -320,7 +325,7 @@ def test_a_channel_that_was_silent_can_be_coded_once_it_speaks(bits):
     keys = keys.clone()
     silent = [3, 35, 7, 39]
     keys[..., silent] = 0
-    basis = fit_basis(keys, positions, bits=bits, rope=rope, queries=wide(2, 3, 64, 64))
+    basis = fit_basis(keys, positions, grid=Grid(64, bits), rope=rope, queries=wide(2, 3, 64, 64))
     assert all(torch.isfinite(tensor.double()).all() for tensor in basis.tensors.values())
     loud = keys.clone()
     loud[..., silent] = 5.0
@@ -336,7 +341,7 @@ def test_a_channel_that_was_silent_can_be_coded_once_it_speaks(bits):
 def test_a_channel_that_whispered_gets_at_most_ten_times_the_gain_of_the_others():
     before = torch.randn(1, 3, 4096, 64, generator=torch.Generator().manual_seed(0)).double()
     before[..., [3, 35]] *= 1e-6
-    gains = fit_basis(before, torch.arange(4096)[None], bits=(4,), rope=None).gains(torch.float64)
+    gains = fit_basis(before, torch.arange(4096)[None], grid=Grid(64, (4,)), rope=None).gains(torch.float64)
     # Its energy counts as a ten thousandth of the mean, and a gain is the fourth root of it.
     ratio = gains[..., 3] / gains[..., [*range(3), *range(4, 35)]].mean(dim=-1)
     assert (abs(ratio.log2() - torch.tensor(10.0).log2()) <= 1 / 8).all()
@@ -347,7 +352,7 @@ def test_a_channel_that_whispered_gets_at_most_ten_times_the_gain_of_the_others(
 def test_states_that_are_all_zero_teach_nothing_and_break_nothing(bits, balance):
     zeros = torch.zeros(2, 3, 128, 64)
     basis = fit_basis(
-        zeros, torch.arange(128).expand(2, -1), bits=bits, rope=oracle.rope_of(64, "full") if balance else None,
+        zeros, torch.arange(128).expand(2, -1), grid=Grid(64, bits), rope=oracle.rope_of(64, "full") if balance else None,
         queries=torch.zeros(2, 3, 64, 64), balance=balance, aims=1,
     )  # fmt: skip
     assert not basis.means(torch.float64).any()
@@ -360,9 +365,9 @@ def test_states_that_are_all_zero_teach_nothing_and_break_nothing(bits, balance)
 def test_a_head_without_a_state_leaves_the_other_heads_alone():
     keys, _, positions, rope = taught("full")
     keys = keys.clone()
-    alone = fit_basis(keys, positions, bits=(4,), rope=rope)
+    alone = fit_basis(keys, positions, grid=Grid(64, (4,)), rope=rope)
     keys[:, 1] = 0
-    basis = fit_basis(keys, positions, bits=(4,), rope=rope)
+    basis = fit_basis(keys, positions, grid=Grid(64, (4,)), rope=rope)
     for name, tensor in basis.tensors.items():
         if tensor.ndim > 1:
             assert torch.equal(tensor[:, ::2], alone.tensors[name][:, ::2])
@@ -375,7 +380,7 @@ def test_one_token_repeated_is_the_mean(kind, bits):
     positions = torch.arange(10, 138).expand(2, -1)
     keys = token.expand(-1, -1, 128, -1)
     keys = keys if rope is None else rope.rotate(keys, positions[:, None])
-    basis = fit_basis(keys, positions, bits=bits, rope=rope)
+    basis = fit_basis(keys, positions, grid=Grid(64, bits), rope=rope)
     off = (basis.means(torch.float64) - token[:, :, 0]).abs() * basis.gains(torch.float64)
     size = (token[:, :, 0] * basis.gains(torch.float64)).abs().amax(dim=-1, keepdim=True)
     assert (off <= size / 127 / 2 * 2**0.125).all()
@@ -386,7 +391,7 @@ def test_one_token_repeated_is_the_mean(kind, bits):
 def test_states_of_another_power_of_two_have_the_same_codes(power, balance):
     keys, _, positions, rope = taught("full" if balance else "none")
     query = wide(2, 3, 64, 64) if balance else None
-    settings = {"bits": (4,), "rope": rope, "queries": query, "balance": balance, "aims": 1}
+    settings = {"grid": Grid(64, (4,)), "rope": rope, "queries": query, "balance": balance, "aims": 1}
     one, other = (fit_basis(x, positions, **settings) for x in (keys, keys * 2.0**power))
     assert torch.equal(other.gain.int(), one.gain.int() - 8 * power)
     assert torch.equal(other.mean, one.mean)
@@ -400,7 +405,7 @@ def test_aims_point_along_what_queries_look_for():
     keys, _, positions, rope = taught("none")
     direction = wide(2, 3, 1, 64, seed=8)
     query = wide(2, 3, 300, 64, seed=2) + 20 * torch.randn(2, 3, 300, 1).double() * direction / direction.norm()
-    basis = fit_basis(keys, positions, bits=(4,), rope=rope, queries=query, aims=1)
+    basis = fit_basis(keys, positions, grid=Grid(64, (4,)), rope=rope, queries=query, aims=1)
     looked = basis.at(0, 1).query(direction[:, :, None])[:, :, 0, 0]
     aim = basis.aimed(torch.float64)[:, :, 0]
     assert (torch.cosine_similarity(aim, looked, dim=-1).abs() > 0.95).all()
@@ -414,19 +419,24 @@ def test_aims_point_along_what_queries_look_for():
 @pytest.mark.parametrize("queries", [None, torch.zeros(2, 3, 64, 64)], ids=["none known", "zeros"])
 def test_without_queries_there_are_no_aims_and_only_keys_count(queries):
     keys, _, positions, rope = taught("full")
-    basis = fit_basis(keys, positions, bits=(4,), rope=rope, queries=queries, aims=1)
+    basis = fit_basis(keys, positions, grid=Grid(64, (4,)), rope=rope, queries=queries, aims=1)
     assert not basis.aimed(torch.float64).any()
-    flat = fit_basis(keys, positions, bits=(4,), rope=rope, queries=torch.ones(2, 3, 64, 64))
+    flat = fit_basis(keys, positions, grid=Grid(64, (4,)), rope=rope, queries=torch.ones(2, 3, 64, 64))
     assert (basis.gain.int() - flat.gain.int()).abs().max() <= 1
 
 
 def test_a_row_and_a_head_learn_what_they_would_learn_alone():
     keys, _, positions, rope = taught("full", rows=3)
     query = wide(3, 3, 64, 64, seed=2)
-    basis = fit_basis(keys, positions, bits=(4,), rope=rope, queries=query, aims=1)
+    basis = fit_basis(keys, positions, grid=Grid(64, (4,)), rope=rope, queries=query, aims=1)
     for row in range(3):
         one = fit_basis(
-            keys[row, 1][None, None], positions[:1], bits=(4,), rope=rope, queries=query[row, 1][None, None], aims=1
+            keys[row, 1][None, None],
+            positions[:1],
+            grid=Grid(64, (4,)),
+            rope=rope,
+            queries=query[row, 1][None, None],
+            aims=1,
         )
         for name, tensor in one.tensors.items():
             if tensor.ndim > 1:

@@ -268,7 +268,7 @@ def test_the_error_of_states_is_bounded_by_the_gaps_of_levels(bits, kind):
     basis = codec.basis
     error = (read(codec, codec.encode(x), 64) - x) * basis.gains(torch.float64)[:, :, None]
     coded = basis.at(0, 300).code(x.double())
-    levels = Grid.levels(bits)
+    levels = Grid(64, (bits,)).levels(bits)
     step = coded.abs().amax(dim=-1) / levels[-1] * 2**0.125
     # The turn keeps lengths: what holds for the numbers in the basis holds for states times their gains.
     assert (error.norm(dim=-1) <= step * levels.diff().max() / 2 * 64**0.5 * (1 + 1e-9)).all()

@@ -165,7 +165,7 @@ def test_the_average_counts_what_codes_of_odd_sizes_take(head_dim):
         8 * (grid.width + grid.groups) / head_dim
         for layer in (0, 1)
         for codec in (scheme.for_layer(layer, 2).keys, scheme.for_layer(layer, 2).values)
-        for grid in [grid_for(codec.tiers, head_dim)]
+        for grid in [grid_for(codec.tiers, head_dim, trellis=codec.trellis)]
     ]
     assert sum(taken) / 4 == pytest.approx(average_bits(found, assigned))
     assert sum(taken) / 4 <= average + 1e-9

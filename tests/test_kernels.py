@@ -41,6 +41,10 @@ GRIDS = {
     "grid 2": RotatedConfig(bits=2),
     "grid 6 4 3 3": RotatedConfig(bits=(6, 4, 3, 3)),
     "grid 4 2 1 1": RotatedConfig(bits=(4, 2, 1, 1)),
+    "path 6": RotatedConfig(bits=6, trellis=True),
+    "path 4": RotatedConfig(bits=4, trellis=True),
+    "path 4 3 3 2": RotatedConfig(bits=(4, 3, 3, 2), trellis=True),
+    "path 2 1 1 1": RotatedConfig(bits=(2, 1, 1, 1), trellis=True),
 }
 SHAPES = [
     # batch, kv_heads, groups, tokens, head_dim
@@ -131,7 +135,9 @@ def test_low_bits_are_read_as_exactly(kernel, name, shape):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("names", [("grid 6 4 3 3", "grid 4"), ("grid 2", "int8"), ("int4", "grid 8")], ids=str)
+@pytest.mark.parametrize(
+    "names", [("grid 6 4 3 3", "grid 4"), ("grid 2", "int8"), ("int4", "grid 8"), ("path 4 3 3 2", "path 6")], ids=str
+)
 def test_every_kernel_takes_low_bits(kernel, names):
     keys, values = (operand(name, states(1, 1, 5, 64)) for name in names)
     assert kernel.supports(states(1, 1, 2, 1, 64), keys, values, Visibility(4, 1))

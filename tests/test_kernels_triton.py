@@ -44,7 +44,9 @@ CODECS = {
 GRIDS = {
     "q8": (8,), "q6": (6,), "q5": (5,), "q4": (4,), "q3": (3,), "q2": (2,), "q1": (1,),
     "q4t": (6, 4, 3, 3), "q3t": (4, 3, 3, 2), "q2t": (4, 2, 1, 1),
+    "path6": (6,), "path5": (5,), "path4": (4,), "path3": (4, 3, 3, 2), "path1": (1,),
 }  # fmt: skip
+ON_A_TRELLIS = [name for name in GRIDS if name.startswith("path")]
 CLOSE = 3e-6
 """Of the largest output, and of a logit: float32 rounds each of the two results by some of its 6e-8."""
 
@@ -59,7 +61,7 @@ def with_room(part: torch.Tensor) -> torch.Tensor:
 
 def operand(name: str, x: torch.Tensor) -> Operand:
     if name in GRIDS:
-        grid = Grid(x.shape[3], GRIDS[name])
+        grid = Grid(x.shape[3], GRIDS[name], trellis=name in ON_A_TRELLIS)
         codes, scale = (with_room(part) for part in encode_grid(x.double(), grid))
 
         def decoder(parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
@@ -158,7 +160,7 @@ def test_a_query_of_any_dtype_counts_exactly(layout, dtype):
 @interpreted
 @pytest.mark.parametrize(
     ("keys", "values", "dim"),
-    [("q4", "q4", 80), ("q4t", "q8", 128), ("q6", "q3", 64), ("q2t", "q5", 128), ("q1", "q2", 64), ("int8", "q4t", 64), ("q5", "e4m3", 80)],
+    [("q4", "q4", 80), ("q4t", "q8", 128), ("q6", "q3", 64), ("q2t", "q5", 128), ("q1", "q2", 64), ("int8", "q4t", 64), ("q5", "e4m3", 80), ("path4", "path3", 64), ("path1", "path6", 80)],
 )  # fmt: skip
 def test_a_grid_counts_as_in_float64(keys, values, dim):
     assert_exact(*problem(keys, values, dim=dim, tokens=70, groups=2))
@@ -171,7 +173,7 @@ def test_a_grid_counts_as_in_float64(keys, values, dim):
 def test_every_grid_counts_as_in_float64(keys, values, dim):
     for name in (keys, values):
         try:
-            Grid(dim, GRIDS[name])
+            Grid(dim, GRIDS[name], trellis=name in ON_A_TRELLIS)
         except ValueError:
             pytest.skip(f"{name} does not fill whole bytes at {dim} channels")
     assert_exact(*problem(keys, values, dim=dim, tokens=150))
@@ -302,7 +304,7 @@ def test_a_grid_of_too_many_pieces_in_a_basis_or_under_an_old_triton_is_left_to_
     query, keys, values = problem("q4")
     kernel, plain = TritonDecodeKernel("cpu"), Visibility(128, 1)
     assert kernel.supports(query, keys, values, plain)
-    placed = fit_basis(states(1, 2, 40, 64), torch.arange(40)[None], bits=(4,)).at(0, 129)
+    placed = fit_basis(states(1, 2, 40, 64), torch.arange(40)[None], grid=Grid(64, (4,))).at(0, 129)
     assert not kernel.supports(query, replace(keys, basis=placed), values, plain)
     assert not kernel.supports(query, keys, replace(values, basis=placed), plain)
     # Twice a prime: two channels share a scale.
@@ -332,7 +334,7 @@ def compiled(kernel, pointers, floats, **constants):
 
 def constants(name, layout, dim):
     width = dim // 2 if layout == "int4" else dim
-    grid = Grid(dim, (6, 4, 3, 3) if name == "KEY" else (4,)) if layout == "grid" else None
+    grid = Grid(dim, (6, 4, 3, 3) if name == "KEY" else (4,), trellis=dim == 128) if layout == "grid" else None
     return triton_decode._constants(name, Operand(layout, {"codes": torch.empty(1, 1, 1, width)}, dim, None, grid))
 
 TYPES = {"int8": ("*i8", "*bf16"), "e4m3": ("*i8", "*fp32"), "int4": ("*u8", "*bf16"), "grid": ("*u8", "*u8")}

@@ -88,7 +88,7 @@ def test_codes_stand_for_levels_times_scales_in_every_dtype(grid, dtype):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_levels_ascend_and_are_as_far_below_zero_as_above(bits):
-    levels = Grid.levels(bits)
+    levels = Grid(64, (bits,)).levels(bits)
     assert levels.tolist() == pytest.approx([oracle.level(bits, code) for code in range(2**bits)], rel=1e-14)
     assert (levels.diff() > 0).all()
     assert torch.equal(levels, -levels.flip(0))
@@ -101,7 +101,7 @@ def loss_of_normal_numbers(bits: int, scale: float) -> float:
     """Squared error of the nearest level, integrated over the normal distribution."""
     x = torch.linspace(-9, 9, 200_001, dtype=torch.float64)
     weight = (-x.square() / 2).exp() / math.sqrt(2 * math.pi) * float(x[1] - x[0])
-    levels = Grid.levels(bits) * scale
+    levels = Grid(64, (bits,)).levels(bits) * scale
     above = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
     return float(((x - levels[above]).square() * weight).sum())
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from hf_kvq.basis import Basis, PlacedBasis, fit_basis
 from hf_kvq.codecs.base import Codec, Codes
+from hf_kvq.codecs.trellis import encode_trellis
 from hf_kvq.config import RotatedConfig
-from hf_kvq.packing import FLIPS, PLANES, SCALE_ONE, SCALE_STEPS, TRIALS, Grid, scale_bytes, scale_of
+from hf_kvq.packing import CURVES, FLIPS, SCALE_ONE, SCALE_STEPS, TRIALS, Grid, scale_bytes, scale_of
 from hf_kvq.rope import Rope
 
 __all__ = ["STATISTICS", "TRIALS", "GridEncoder", "RotatedCodec", "encode_grid", "grid_for"]
@@ -56,6 +57,7 @@ class RotatedCodec(Codec):
     ) -> None:
         self.compiled = compiled
         self.bits = config.tiers
+        self.trellis = config.trellis
         self.rope = rope
         self.balance = balance
         self.basis: Basis | None = None
@@ -80,7 +82,7 @@ class RotatedCodec(Codec):
         codec.basis = fit_basis(
             states,
             positions,
-            bits=grid_for(self.bits, states.shape[3]).bits,
+            grid=self.grid_of(states.shape[3]),
             rope=self._rope(states.shape[3]),
             queries=queries if self.balance else None,
             balance=self.balance,
@@ -94,19 +96,17 @@ class RotatedCodec(Codec):
         codec.basis = None
         if tensors:
             basis = Basis(**{"order": None, **tensors}, tiers=1, rope=None)
-            tiers = len(grid_for(self.bits, basis.dim).bits)
+            tiers = len(self.grid_of(basis.dim).bits)
             offset = self.basis.offset if self.basis is not None else bool(basis.origin.any())
             codec.basis = replace(basis, tiers=tiers, rope=self._rope(basis.dim), offset=offset)
         return codec
 
     def encode(self, states: Float[Tensor, "batch kv_heads tokens head_dim"], first: int = 0) -> Codes:
-        """In the basis, each code is the nearest level at the best of `TRIALS` scales."""
+        """In the basis, each code is the nearest level at the best of `TRIALS` scales; see `encode_trellis` for a trellis."""
         assert self.basis is not None, "a basis comes before codes"
         coded = self.basis.at(first, states.shape[2]).code(states.double())
         encode = self.compiled(states.device.type) or encode_grid
-        codes, scale = encode(
-            coded, grid_for(self.bits, states.shape[3]), self.basis.aimed(coded.dtype), TRIALS, FLIPS
-        )
+        codes, scale = encode(coded, self.grid_of(states.shape[3]), self.basis.aimed(coded.dtype), TRIALS, FLIPS)
         return {"codes": codes, "scale": scale}
 
     def basis_at(self, positions: int | Int[Tensor, "batch kv_heads tokens"], tokens: int) -> PlacedBasis:
@@ -114,14 +114,14 @@ class RotatedCodec(Codec):
         return self.basis.at(positions, tokens)
 
     def grid_of(self, head_dim: int) -> Grid:
-        return grid_for(self.bits, head_dim)
+        return grid_for(self.bits, head_dim, trellis=self.trellis)
 
     def decode_into(self, codes: Codes, out: Float[Tensor, "batch kv_heads tokens head_dim"]) -> None:
         """The states in the basis; `PlacedBasis.restore` takes them out of it."""
-        grid_for(self.bits, out.shape[3]).decode_into(codes["codes"], codes["scale"], out)
+        self.grid_of(out.shape[3]).decode_into(codes["codes"], codes["scale"], out)
 
     def bits_per_token(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        grid = grid_for(self.bits, head_dim)
+        grid = self.grid_of(head_dim)
         return kv_heads * 8 * (grid.width + grid.groups)
 
     def bits_per_row(self, kv_heads: int, head_dim: int) -> int:
@@ -129,7 +129,7 @@ class RotatedCodec(Codec):
         rope = self._rope(head_dim)
         paired = rope is not None and rope.rotary_dim == head_dim
         units = head_dim // 2 if paired else head_dim
-        tiers = len(grid_for(self.bits, head_dim).bits)
+        tiers = len(self.grid_of(head_dim).bits)
         order = 0 if tiers == 1 else units * (8 if units <= 256 else 16)
         aims = AIMS * (head_dim // 2 + 1) if self.balance and head_dim % 2 == 0 else 0
         mean = head_dim if self.balance or head_dim % 2 else head_dim // 2
@@ -140,14 +140,15 @@ class RotatedCodec(Codec):
         return self.rope if self.rope is not None and self.rope.rotary_dim <= head_dim else None
 
 
-def grid_for(bits: tuple[int, ...], dim: int) -> Grid:
+def grid_for(bits: tuple[int, ...], dim: int, *, trellis: bool = False) -> Grid:
     """The grid of these tiers, or, where they do not fill whole bytes, of one tier with their mean, or of the next more bits that do."""
     mean = -(-sum(bits) // len(bits))
-    for tiers in (bits, *((each,) for each in sorted(PLANES) if each >= mean)):
-        try:
-            return Grid(dim, tiers)
-        except ValueError:
-            continue
+    for tiers in (bits, *((each,) for each in sorted(CURVES) if each >= mean)):
+        for on_trellis in (True, False) if trellis else (False,):
+            try:
+                return Grid(dim, tiers, on_trellis)
+            except ValueError:
+                continue
     raise ValueError(f"head_dim must be at least 1, got {dim}")
 
 
@@ -158,15 +159,17 @@ def encode_grid(
     trials: int = TRIALS,
     flips: int = FLIPS,
 ) -> tuple[UInt8[Tensor, "batch kv_heads tokens width"], UInt8[Tensor, "batch kv_heads tokens groups"]]:
-    """Codes and scales: the nearest levels at that one of `TRIALS` scales of each group whose squared error is least.
+    """Codes and scales: the nearest levels at that one of `TRIALS` scales of each group whose squared error is least. On a trellis see `encode_trellis`.
 
     Args:
         states: In float64, so that codes do not depend on how many tokens come together.
         grid: How they are to lie.
         aims: Directions u along which an error e costs `(u . e)^2` beside its `|e|^2`: codes then move to neighbouring levels while that lowers the cost.
         trials: Scales that are tried.
-        flips: Codes of a token that move, at most.
+        flips: Codes of a token that move, at most; none does on a trellis.
     """
+    if grid.trellis:
+        return encode_trellis(states, grid, aims)
     tiers = list(zip(states.split(grid.tier, dim=-1), grid.bits, strict=True))
     levels = [grid.levels(bits).to(states.device) for _, bits in tiers]
     reach = torch.cat([tier.abs() / level[-1] for (tier, _), level in zip(tiers, levels, strict=True)], dim=-1)

@@ -82,7 +82,8 @@ class Sensitivity:
 
     def bits_per_element(self, bits: int) -> float:
         """What an element takes at so many bits a code, scales included."""
-        grid = grid_for(self.codec(bits).tiers, self.head_dim)
+        codec = self.codec(bits)
+        grid = grid_for(codec.tiers, self.head_dim, trellis=codec.trellis)
         return 8 * (grid.width + grid.groups) / self.head_dim
 
 
@@ -269,4 +270,4 @@ def _probe(part: Sensitivity, sinks: int) -> QuantConfig:
 
 
 def _codec(part: Part, bits: int) -> RotatedConfig:
-    return RotatedConfig(bits=KEY_TIERS.get(bits, bits) if part == "keys" else bits)
+    return RotatedConfig(bits=KEY_TIERS.get(bits, bits) if part == "keys" else bits, trellis=bits != 8)

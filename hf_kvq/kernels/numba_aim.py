@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_kvq.kernels.numba_decode import in_threads
 from hf_kvq.kernels.numba_encode import PARALLEL_FROM, _pack, _plan, encode_grid
 from hf_kvq.kernels.numba_memory import memory, pointer
+from hf_kvq.kernels.numba_trellis import encode_trellis
 from hf_kvq.packing import Grid
 
 __all__ = ["aim_grid", "encode_aimed"]
@@ -154,7 +155,9 @@ def encode_aimed(
     trials: int,
     flips: int,
 ) -> tuple[UInt8[Tensor, "batch kv_heads tokens width"], UInt8[Tensor, "batch kv_heads tokens groups"]]:
-    """Codes and scales, bit for bit what the codec's own tensors would hold; see `numba_encode.encode_grid` and `aim_grid`."""
+    """Codes and scales, bit for bit what the codec's own tensors would hold; see `encode_trellis`, or `numba_encode.encode_grid` and `aim_grid`."""
+    if grid.trellis:
+        return encode_trellis(states, grid, aims)
     codes, scale = encode_grid(states, grid, trials)
     if bool(aims.any()):
         aim_grid(states, codes, scale, grid, aims, flips)

@@ -18,6 +18,7 @@ from hf_kvq.kernels.base import Partial
 from hf_kvq.kernels.numba_aim import _aim_some
 from hf_kvq.kernels.numba_encode import _encode_some, _plan
 from hf_kvq.kernels.numba_memory import memory, pointer
+from hf_kvq.kernels.numba_trellis import _trellis_some
 from hf_kvq.packing import FLIPS, TRIALS, Grid, scale_of
 
 __all__ = ["encode_few", "enter_basis", "leave_basis"]
@@ -40,7 +41,7 @@ def encode_few(states: Tensor, codes: Tensor, scale: Tensor, placed: PlacedBasis
     batch, kv_heads, tokens, _ = states.shape
     _encode_few(
         (states.data_ptr(), codes.data_ptr(), scale.data_ptr(), *_places(basis), *plan.places),
-        (codes.stride()[:3], scale.stride()[:3]), (batch, kv_heads, tokens, grid.width, grid.groups, len(plan.planes)),
+        (codes.stride()[:3], scale.stride()[:3]), (batch, kv_heads, tokens, grid.width, grid.groups, len(plan.planes), grid.trellis),
         _sizes(basis), _frequencies(basis), placed.positions, TRIALS, FLIPS,
     )  # fmt: skip
 
@@ -196,7 +197,7 @@ def _turn(source, order, matrix, tiers, target):
 def _encode_few(places, strides, counts, sizes, frequencies, first, trials, flips):
     states_at, codes_at, scale_at = places[:3]
     basis, channels_at, planes_at, scales_at = places[3:11], places[11], places[12], places[13]
-    batch, kv_heads, tokens, width, groups, planes = counts
+    batch, kv_heads, tokens, width, groups, planes, trellis = counts
     dim, tiers, _, count, _, interleaved = sizes
     matrix = numba.carray(pointer(basis[6]), (dim // tiers, dim // tiers), np.float64)
     states = numba.carray(pointer(states_at), (batch, kv_heads, tokens, dim), np.float64)
@@ -223,14 +224,16 @@ def _encode_few(places, strides, counts, sizes, frequencies, first, trials, flip
                     shifted[c] = (states[row, head, t, c] - shifted[c]) * gains[c]
                 _turn(shifted, order, matrix, tiers, coded[t])
             arguments = (coded.ctypes.data, codes.ctypes.data, scale.ctypes.data)
-            _encode_some(
-                (*arguments, channels_at, planes_at, scales_at), (dim, width, groups, planes), 0, tokens, trials
-            )
-            if _read_aims(basis, sizes, at, aims):
-                _aim_some(
-                    (*arguments, aims.ctypes.data, channels_at, planes_at, scales_at),
-                    (dim, width, groups, planes, tokens, count), 0, tokens, flips,
-                )  # fmt: skip
+            any_aim = _read_aims(basis, sizes, at, aims)
+            aimed = (*arguments, aims.ctypes.data, channels_at, planes_at, scales_at)
+            if trellis:
+                _trellis_some(aimed, (dim, width, groups, planes, tokens, count), 0, tokens)
+            else:
+                _encode_some(
+                    (*arguments, channels_at, planes_at, scales_at), (dim, width, groups, planes), 0, tokens, trials
+                )
+                if any_aim:
+                    _aim_some(aimed, (dim, width, groups, planes, tokens, count), 0, tokens, flips)
             for t in range(tokens):
                 start = row * strides[0][0] + head * strides[0][1] + t * strides[0][2]
                 for j in range(width):

@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from hf_kvq.kernels.base import Bias, Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.numba_memory import memory, pointer, prefetch
 from hf_kvq.kernels.visibility import Visibility
-from hf_kvq.packing import CURVES, PLANES, Grid, scale_of
+from hf_kvq.packing import HALF_PATH, HIGH_PATH, Grid, scale_of
 
 __all__ = ["NumbaDecodeKernel", "in_threads"]
 
@@ -132,7 +132,11 @@ def _widener(grid: Grid) -> Any:
     Planes of small tiers run over two or four bytes: a loop over their channels would never fill a vector.
     """
     # As text, since only text and numbers are known when code is generated. Being part of the function's key on disk, a change of it compiles anew.
-    description = repr((grid.dim, grid.group_size, [(PLANES[bits], CURVES[bits]) for bits in grid.bits]))
+    tiers = [
+        (grid.curve(bits), [(p.start, p.run, p.bits) for p in grid.planes[grid.trellis :] if p.first == tier * grid.tier])
+        for tier, bits in enumerate(grid.bits)
+    ]  # fmt: skip
+    description = repr((grid.dim, grid.group_size, tiers, (HALF_PATH, HIGH_PATH) if grid.trellis else ()))
     table = scale_of(torch.arange(256, dtype=torch.uint8), torch.float32).numpy()
 
     @numba.cfunc(types.void(*(types.int64,) * 6), cache=True)
@@ -163,7 +167,7 @@ def _widen_tokens(typing_context, description, codes, step, scales, scale_step, 
 
     def generate(context, builder, signature, arguments):
         _, codes, step, scales, scale_step, table, out, count = arguments
-        dim, group_size, tiers = ast.literal_eval(description.literal_value)
+        dim, group_size, tiers, path = ast.literal_eval(description.literal_value)
         with cgutils.for_range(builder, count, intp=_WORD) as loop:
             token = _Token(
                 builder,
@@ -172,10 +176,12 @@ def _widen_tokens(typing_context, description, codes, step, scales, scale_step, 
                 table=table,
                 out=builder.add(out, builder.mul(loop.index, _WORD(4 * dim))),
             )
-            start, channels = 0, dim // len(tiers)
-            for tier, (planes, bend) in enumerate(tiers):
-                token.widen(start, range(tier * channels, (tier + 1) * channels), planes, bend, group_size)
-                start += channels * sum(planes) // 8
+            quarters = token.quarters(dim, path)
+            channels = dim // len(tiers)
+            for tier, (bend, planes) in enumerate(tiers):
+                token.widen(
+                    range(tier * channels, (tier + 1) * channels), planes, quarters, bend, group_size
+                )  # fmt: skip
         return context.get_dummy_value()
 
     return types.void(description, *(types.int64,) * 7), generate
@@ -190,14 +196,34 @@ class _Token:
         # Stores keep the compiler from seeing that two loads are the same.
         self.bytes_of, self.scale_of = functools.cache(self.bytes_of), functools.cache(self.scale_of)
 
-    def widen(self, start, channels, planes, bend, group_size):
-        """A tier: its codes are at byte `start` and on."""
-        builder, least, middle = self.builder, len(channels) * min(planes) // 8, (2 ** sum(planes) - 1) / 2
+    def quarters(self, dim, path):
+        """The bits of all channels' quarters as vectors of bytes, the lower ones first; none without a path."""
+        if not path:
+            return ()
+        run = dim // 8
+        builder, whole, kind = self.builder, ir.IntType(dim), ir.VectorType(ir.IntType(8), run)
+        bits = builder.load(self.at(self.codes, 0, whole), align=1)
+
+        words = [bits]
+        for _ in range(max(max(taps) for taps in path)):
+            # A channel back is a byte back, and from the first byte to the last one's next lower bit.
+            around = builder.shl(builder.lshr(words[-1], whole(dim - 8)), whole(1))
+            around = builder.and_(around, whole(0xFE))
+            before = builder.shl(words[-1], whole(8)) if run > 1 else whole(0)
+            words.append(builder.or_(before, around))
+        parities = [functools.reduce(builder.xor, [words[back] for back in taps]) for taps in path]
+        return tuple(builder.bitcast(parity, kind) for parity in parities)
+
+    def widen(self, channels, planes, quarters, bend, group_size):
+        """A tier: where its planes start, their bytes, and their bits."""
+        builder = self.builder
+        least, middle = min([run for _, run, _ in planes], default=_LANES), self.middle(planes, quarters)
         # Vectors that share bytes follow each other: few bytes are held at a time.
         for first in sorted(range(0, len(channels), _LANES), key=lambda first: first % least):
             places = range(first, min(first + _LANES, len(channels)))
             real = ir.VectorType(ir.FloatType(), len(places))
-            code = builder.sitofp(self.codes_of(start, len(channels), places, planes), real)
+            code = self.code_of(places, [channels[c] for c in places], planes, quarters)
+            code = builder.sitofp(code, real)
             x = builder.fsub(code, ir.Constant(real, [middle] * len(places)))
             scale = self.scale_of(tuple(channels[c] // group_size for c in places))
             bent = builder.fmul(scale, ir.Constant(real, [bend] * len(places)))
@@ -205,18 +231,27 @@ class _Token:
             slope = builder.fadd(slope, scale, flags=["contract"])
             builder.store(builder.fmul(x, slope), self.at(self.out, 4 * channels[first], real), align=4)
 
-    def codes_of(self, start, channels, places, planes):
-        """The codes at some places of a tier."""
+    def middle(self, planes, quarters):
+        """The middle of the levels."""
+        return (2 ** (sum(bits for _, _, bits in planes) + len(quarters)) - 1) / 2
+
+    def code_of(self, places, channels, planes, quarters):
+        """The levels of some places of a tier, which are these channels of all."""
         builder, code, up = self.builder, None, 0
-        for plane in planes:
-            run = channels * plane // 8
-            part = self.bytes_of(start, run, places)
-            part = builder.lshr(part, _integers(plane * (c // run) for c in places))
-            part = builder.and_(part, _integers([2**plane - 1] * len(places)))
-            part = builder.shl(part, _integers([up] * len(places)))
+        parts = [(self.shuffled(bits, channels), channels, bits.type.count, 1) for bits in quarters]
+        parts += [(self.bytes_of(start, run, places), places, run, bits) for start, run, bits in planes]
+        for part, at, run, bits in parts:
+            part = builder.lshr(part, _integers(bits * (c // run) for c in at))
+            part = builder.and_(part, _integers([2**bits - 1] * len(at)))
+            part = builder.shl(part, _integers([up] * len(at)))
             code = part if code is None else builder.or_(code, part)
-            start, up = start + run, up + plane
+            up += bits
         return code
+
+    def shuffled(self, part, places):
+        """Bytes `c % run` of a plane that is held as a whole, as integers."""
+        part = self.builder.shuffle_vector(part, part, _integers(c % part.type.count for c in places))
+        return self.builder.zext(part, ir.VectorType(ir.IntType(32), len(places)))
 
     def bytes_of(self, start, run, places):
         """Bytes `c % run` of a plane as integers."""

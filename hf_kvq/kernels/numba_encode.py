@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_kvq.kernels.numba_decode import in_threads
 from hf_kvq.kernels.numba_memory import memory, pointer
-from hf_kvq.packing import CURVES, PLANES, SCALE_ONE, SCALE_STEPS, Grid, scale_of
+from hf_kvq.packing import SCALE_ONE, SCALE_STEPS, Grid, scale_of
 
 __all__ = ["PARALLEL_FROM", "encode_grid", "encode_int8"]
 
@@ -84,7 +84,8 @@ class _Plan:
     """A grid as compiled code reads it.
 
     Attributes:
-        channels: Of each channel its bend, its largest level, and the code of the level below zero.
+        channels: Of each channel its bend, its largest level, and the code of the level below zero; on a trellis its bend, the middle of its levels, and the scale
+            that fits a number of size 1.
         planes: Of each plane its first channel, its bytes, its bits, those that lie below it in a code, and its first byte.
         scales: What the bytes of scales stand for.
     """
@@ -100,14 +101,13 @@ class _Plan:
 
 @functools.cache
 def _plan(grid: Grid) -> _Plan:
-    channels, planes, start = [], [], 0
-    for tier, bits in enumerate(grid.bits):
-        channels += [(CURVES[bits], grid.levels(bits)[-1].item(), 2 ** (bits - 1) - 1)] * grid.tier
-        below = 0
-        for plane in PLANES[bits]:
-            run = grid.tier * plane // 8
-            planes.append((tier * grid.tier, run, plane, below, start))
-            start, below = start + run, below + plane
+    channels = []
+    for bits in grid.bits:
+        channel = (grid.curve(bits), grid.levels(bits)[-1].item(), 2 ** (bits - 1) - 1)
+        if grid.trellis:
+            channel = (grid.curve(bits), (2 ** (bits + 1) - 1) / 2, grid.best_scale(bits))
+        channels += [channel] * grid.tier
+    planes = [(plane.first, plane.run, plane.bits, plane.below, plane.start) for plane in grid.planes]
     scales = scale_of(torch.arange(256, dtype=torch.uint8), torch.float64).numpy()
     return _Plan(np.array(channels).T.copy(), np.array(planes, dtype=np.int64), scales)
 

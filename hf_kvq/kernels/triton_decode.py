@@ -17,7 +17,6 @@ Only `hf_kvq.kernels` imports this module, and only where triton is installed.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import Any, no_type_check
 
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from hf_kvq.kernels.base import Bias, Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.visibility import Visibility
-from hf_kvq.packing import CURVES, PLANES, Grid
+from hf_kvq.packing import HALF_PATH, HIGH_PATH, Grid
 
 __all__ = ["TritonDecodeKernel"]
 
@@ -124,18 +123,21 @@ def _piece(grid: Grid) -> int:
 def _pieces(grid: Grid) -> tuple[tuple[int | float, ...], ...]:
     """What the kernel must know of each piece.
 
-    Its bits, those of the lower plane, the first byte of that plane, its first channel within the tier, its scale; then of its levels bend and centre, and the
-    weights of the two numbers that stand for one; see `_levels`.
+    The bits of its levels, those of the lower plane of its tier, the first byte of that plane, its first channel within the tier, its scale; then of its levels
+    bend and centre, and the weights of the two numbers that stand for one; see `_levels`. At last the bits of a second plane, and, on a trellis, its first channel
+    of all (else -1), the bytes of the path, and how far back it is read.
     """
     pieces, width = [], _piece(grid)
-    starts = [0, *itertools.accumulate(grid.tier * bits // 8 for bits in grid.bits)]
     for channel in range(0, grid.dim, width):
         tier, first = divmod(channel, grid.tier)
-        bits = grid.bits[tier]
-        bend, centre = CURVES[bits], _CENTRES.get(bits)
+        planes = [plane for plane in grid.planes[grid.trellis :] if plane.first == tier * grid.tier]
+        low, high, *_ = [*(plane.bits for plane in planes), 0, 0]
+        bits = grid.bits[tier] + grid.trellis
+        bend, centre = grid.curve(grid.bits[tier]), _CENTRES.get(bits)
         weights = (1.0, 1.0) if centre is None else (1.0 + bend * centre, bend)
-        group = channel // grid.group_size
-        pieces.append((bits, PLANES[bits][0], starts[tier], first, group, bend, centre or 0.0, *weights))
+        group, start = channel // grid.group_size, planes[0].start if planes else 0
+        path = (channel, grid.dim // 8, HALF_PATH, HIGH_PATH) if grid.trellis else (-1, 1, (), ())
+        pieces.append((bits, low, start, first, group, bend, centre or 0.0, *weights, high, *path))
     return tuple(pieces)
 
 
@@ -253,6 +255,21 @@ def _plane(
 
 @triton.jit
 @no_type_check
+def _parity(codes, channel, held, PIECES: tl.constexpr, PIECE: tl.constexpr, WHICH: tl.constexpr):
+    """The parity of the path's bits so many channels back as entry `WHICH` of the piece says."""
+    RUN: tl.constexpr = PIECES[PIECE][11]
+    parity = tl.zeros(held.shape, dtype=tl.uint8)
+    for i in tl.static_range(len(PIECES[PIECE][WHICH])):
+        place = PIECES[PIECE][10] - PIECES[PIECE][WHICH][i] + channel
+        there = place >= 0
+        place = tl.where(there, place, 0)
+        bits = tl.load(codes + place % RUN, mask=held & there, other=0)
+        parity ^= (bits >> (place // RUN).to(tl.uint8)) & 1
+    return parity
+
+
+@triton.jit
+@no_type_check
 def _levels(codes, channel, held, WIDTH: tl.constexpr, TIER: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr):
     """Two float16 numbers for each code of a piece; weighted as the piece says, their sum is what the code stands for at scale 1.
 
@@ -263,10 +280,19 @@ def _levels(codes, channel, held, WIDTH: tl.constexpr, TIER: tl.constexpr, PIECE
     LOW: tl.constexpr = PIECES[PIECE][1]
     START: tl.constexpr = PIECES[PIECE][2]
     FIRST: tl.constexpr = PIECES[PIECE][3]
-    level = _plane(codes, channel, held, WIDTH, START, TIER * LOW // 8, FIRST, LOW)
-    if BITS > LOW:
-        HIGH: tl.constexpr = BITS - LOW
-        level |= _plane(codes, channel, held, WIDTH, START + TIER * LOW // 8, TIER * HIGH // 8, FIRST, HIGH) << LOW
+    HIGH: tl.constexpr = PIECES[PIECE][9]
+    BELOW: tl.constexpr = BITS - LOW - HIGH
+    if BELOW == 0:
+        level = _plane(codes, channel, held, WIDTH, START, TIER * LOW // 8, FIRST, LOW)
+    else:
+        level = _parity(codes, channel, held, PIECES, PIECE, 12) | (
+            _parity(codes, channel, held, PIECES, PIECE, 13) << 1
+        )
+        if LOW > 0:
+            level |= _plane(codes, channel, held, WIDTH, START, TIER * LOW // 8, FIRST, LOW) << BELOW
+    if HIGH > 0:
+        START_HIGH: tl.constexpr = START + TIER * LOW // 8
+        level |= _plane(codes, channel, held, WIDTH, START_HIGH, TIER * HIGH // 8, FIRST, HIGH) << (BELOW + LOW)
     if BITS <= 5:
         # The bits of 512 + level, whose last is worth a half: an or and a sum, for two numbers at a time, in place of conversions.
         x = ((level << 1).to(tl.int16) | 0x6000).to(tl.float16, bitcast=True) - (512.0 + (2**BITS - 1) / 2)
