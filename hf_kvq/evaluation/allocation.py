@@ -48,10 +48,10 @@ Part = Literal["keys", "values"]
 Assigned = Mapping[tuple[int, Part], int]
 """Bits of a code, by layer and part."""
 
-LADDER: dict[int, float] = {2: 0.112, 3: 0.0299, 4: 0.00733, 5: 0.00188, 6: 0.000499, 8: 0.0000336}
-"""Bits that a part may get, and the codec's squared error at them: of normal numbers at head_dim 64, as a share of their variance."""
+LADDER: dict[int, float] = {2: 0.0827, 3: 0.0212, 4: 0.00537, 5: 0.0014, 6: 0.000369, 8: 0.0000335}
+"""Bits that a part may get, and the codec's squared error at them, up to 6 on a trellis: of normal numbers at head_dim 64, as a share of their variance."""
 
-KEY_TIERS: dict[int, tuple[int, ...]] = {2: (4, 2, 1, 1), 3: (4, 3, 3, 2), 4: (6, 4, 3, 3)}
+KEY_TIERS: dict[int, tuple[int, ...]] = {2: (3, 2, 2, 1), 3: (4, 3, 3, 2)}
 """How keys spend few bits."""
 
 PROBE_BITS = 3
