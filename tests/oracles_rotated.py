@@ -89,6 +89,8 @@ def group_size(dim: int) -> int:
 
 def decoded(codes: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     """Numbers in the basis, of packed codes and bytes of scales."""
+    if grid.trellis:
+        return walked(codes, scales, grid)
     out = torch.empty(*codes.shape[:-1], grid.dim, dtype=torch.float64)
     size, channels = group_size(grid.dim), grid.dim // len(grid.bits)
     rows = zip(codes.reshape(-1, codes.shape[-1]).tolist(), scales.reshape(-1, scales.shape[-1]).tolist(), strict=True)
@@ -236,14 +238,22 @@ def _units(dim: int, rope: Rope | None, count: int) -> list[int]:
 # Layers that are fed states
 
 
-def quant_of(bits: int | tuple[int, ...]) -> LayerQuant:
+Bits = int | tuple[int, ...] | RotatedConfig
+
+
+def codec_of(bits: Bits) -> RotatedConfig:
+    """A codec of so many bits, without a trellis, or the one that is given."""
+    return bits if isinstance(bits, RotatedConfig) else RotatedConfig(bits=bits)
+
+
+def quant_of(bits: Bits) -> LayerQuant:
     """Keys and values alike."""
-    return LayerQuant(keys=RotatedConfig(bits=bits), values=RotatedConfig(bits=bits))
+    return LayerQuant(keys=codec_of(bits), values=codec_of(bits))
 
 
-def scheme_of(bits: int | tuple[int, ...], **settings: Any) -> QuantConfig:
+def scheme_of(bits: Bits, **settings: Any) -> QuantConfig:
     """The same as a scheme with four sinks."""
-    codec = RotatedConfig(bits=bits)
+    codec = codec_of(bits)
     return QuantConfig(keys=codec, values=codec, name="rotated", **({"sinks": 4} | settings))
 
 

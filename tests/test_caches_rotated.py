@@ -31,7 +31,7 @@ from hf_kvq.layers import BoundedLayer, QuantizedLayer
 from hf_kvq.layers.live import LiveConfig
 
 LEARNED = 132
-TIERS = (6, 4, 3, 3)
+TIERS = RotatedConfig(bits=(6, 4, 3, 3), trellis=True)
 ATTENTION = {"dense": "sdpa", "fused": "hf_kvq"}
 
 

@@ -17,6 +17,7 @@ from hf_kvq.layers import QuantizedLayer, RowPadding
 from hf_kvq.states.statistics import Statistics
 
 TIERS = (6, 4, 3, 3)
+PATH = RotatedConfig(bits=(4, 3, 3, 2), trellis=True)
 SINKS = 4
 LEARNED = SINKS + 128
 MODES = {"dense": False, "fused": True}
@@ -133,7 +134,7 @@ def in_uneven_chunks(bits, fused: bool, prefill: str) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("fused", "prefill"), WAYS)
-@pytest.mark.parametrize("bits", [4, pytest.param(TIERS, id="tiers"), rare(8)])
+@pytest.mark.parametrize("bits", [4, pytest.param(TIERS, id="tiers"), pytest.param(PATH, id="path"), rare(8)])
 def test_codes_and_what_is_learned_do_not_depend_on_the_chunks(bits, fused, prefill, chunk):
     layer = layer_of(bits, fused=fused, prefill=prefill)
     feed(layer, stream_of(300), in_chunks(300, chunk))
@@ -245,7 +246,7 @@ def test_half_precision_is_coded_and_read_in_its_own_dtype(dtype):
 
 
 @pytest.mark.parametrize("queries", [1, rare(5), 70])
-@pytest.mark.parametrize(("bits", "residual"), [(4, 0), (TIERS, 16), rare(4, 16), rare(TIERS, 0)], ids=str)
+@pytest.mark.parametrize(("bits", "residual"), [(4, 0), (TIERS, 16), (PATH, 0), rare(4, 16), rare(TIERS, 0)], ids=str)
 def test_attention_over_codes_is_attention_over_what_they_stand_for(bits, residual, queries):
     stream = stream_of(140 + queries)
     layer = layer_of(bits, residual=residual, prefill="coded")

@@ -120,7 +120,7 @@ def _piece(grid: Grid) -> int:
 
 
 @functools.cache
-def _pieces(grid: Grid) -> tuple[tuple[int | float, ...], ...]:
+def _pieces(grid: Grid) -> tuple[tuple[Any, ...], ...]:
     """What the kernel must know of each piece.
 
     The bits of its levels, those of the lower plane of its tier, the first byte of that plane, its first channel within the tier, its scale; then of its levels
