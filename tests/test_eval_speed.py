@@ -215,6 +215,16 @@ def test_kernels_are_timed_on_the_same_codes(tmp_path, capsys):
         assert set(row["kernels"]) == set(record["kernels"])
 
 
+def test_encoding_is_timed_one_token_at_a_time_and_all_at_once(tmp_path, capsys):
+    path = tmp_path / "speed.jsonl"
+    record = run(capsys, path, "encode", "--shape", "2x32", "--tokens", "64", "--steps", "3")
+    one, many = record["rows"]
+    assert (one["at_once"], many["at_once"]) == (1, 64)
+    assert set(many["schemes"]) - set(one["schemes"]) == {"kivi4"}
+    assert one["schemes"]["int8"]["to_int8"]["median"] == many["schemes"]["int8"]["to_int8"]["median"] == 1.0
+    assert "| kivi4 |  |  |" in tables.compact_table(record)
+
+
 def test_a_peak_counts_what_is_held_at_once_and_temporaries_inside_of_operations():
     def attend(module, query, keys, values):
         for _ in range(3):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from eval.speed import kernels, layers, model, peak, prefill
+from eval.speed import encode, kernels, layers, model, peak, prefill
 from eval.speed.caches import UnequalError
 from eval.speed.records import append
 from eval.speed.tables import full_table
@@ -27,6 +27,7 @@ MEASUREMENTS = {
     "model": (model, "a decode step of a real model on real text"),
     "prefill": (prefill, "one forward of many tokens into an empty cache"),
     "peak": (peak, "the largest extra memory of one decode step"),
+    "encode": (encode, "codes of one token, and of a prompt, by scheme"),
     "kernels": (kernels, "one query over codes, by every kernel that runs on a CPU"),
 }
 

@@ -23,6 +23,8 @@ __all__ = [
     "DYNAMIC",
     "FP8",
     "INT8",
+    "Q4",
+    "Q8",
     "STATIC",
     "Contender",
     "UnequalError",
@@ -36,6 +38,7 @@ __all__ = [
 
 DYNAMIC, STATIC = "DynamicCache", "StaticCache"
 DENSE, INT8, FP8 = "hf_kvq int8 dense", "hf_kvq int8 fused", "hf_kvq fp8 fused"
+Q8, Q4 = "hf_kvq q8 fused", "hf_kvq q4 fused"
 
 BOUNDS = {"float32": 5e-3, "bfloat16": 0.15}
 """Largest difference, in standard deviations of the logits, of results that differ in the order of additions alone.
@@ -81,6 +84,8 @@ CONTENDERS = {
     DENSE: Contender(build=lambda config, length: QuantizedCache(config, "int8"), group="hf_kvq"),
     INT8: Contender(build=lambda config, length: QuantizedCache(config, "int8"), attention=ATTENTION, group="hf_kvq"),
     FP8: Contender(build=lambda config, length: QuantizedCache(config, "fp8"), attention=ATTENTION, group="hf_kvq"),
+    Q8: Contender(build=lambda config, length: QuantizedCache(config, "q8"), attention=ATTENTION, group="hf_kvq"),
+    Q4: Contender(build=lambda config, length: QuantizedCache(config, "q4"), attention=ATTENTION, group="hf_kvq"),
 }
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.speed.caches import BOUNDS, CONTENDERS, DENSE, DYNAMIC, INT8, attend_with, difference, require_equal
+from eval.speed.caches import BOUNDS, CONTENDERS, DENSE, DYNAMIC, INT8, Q4, Q8, attend_with, difference, require_equal
 from eval.speed.model import add_sources, sources
 from eval.speed.timing import in_turns, ratio_spread, spread
 from hf_kvq.evaluation.models import cache_argument
 
 __all__ = ["CACHES", "add_options", "measure", "one_forward"]
 
-CACHES = (DYNAMIC, INT8, DENSE)
+CACHES = (DYNAMIC, INT8, Q8, Q4, DENSE)
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -198,12 +198,28 @@ def _kernels(record: Record) -> str:
     return _markdown(["context", "codes", "kernel", "ms", "torch / it"], rows)
 
 
+def _encode_heading(record: Record) -> str:
+    return f"Making codes of keys and values in one layer, {record['shape']}, {record['dtype']}: microseconds a token, and as a multiple of int8's, {record['steps']} turns."
+
+
+def _encode(record: Record) -> str:
+    one, many = record["rows"]
+    header = ["scheme", "one at a time", "to int8", f"{many['at_once']:,} at once", "to int8"]
+    rows = []
+    for name, figures in many["schemes"].items():
+        single = one["schemes"].get(name)
+        cells = ["", ""] if single is None else [_range(single["us_per_token"], 1), _range(single["to_int8"])]
+        rows.append([name, *cells, _range(figures["us_per_token"], 1), _range(figures["to_int8"])])
+    return _markdown(header, rows)
+
+
 Render = Callable[[Record], str]
 _HEADINGS: dict[str, Render] = {
     "model": _model_heading,
     "layers": _layers_heading,
     "prefill": _prefill_heading,
     "peak": _peak_heading,
+    "encode": _encode_heading,
     "kernels": _kernels_heading,
 }
 _FULL: dict[str, Render] = {
@@ -211,6 +227,7 @@ _FULL: dict[str, Render] = {
     "layers": _layers,
     "prefill": _prefill,
     "peak": _peak,
+    "encode": _encode,
     "kernels": _kernels,
 }
 _COMPACT = _FULL | {"layers": _layers_compact}
