@@ -1,5 +1,5 @@
 # Two commands do everything, in a fresh clone on a machine with Python and make:
-#   make demo    exact, int8, fp8, seed_int8, seed_fp8 on the embedded default: a table, receipts/*.json and a plot
+#   make demo    exact, int8, q8, q6, q4, q3 on the embedded default: a table, receipts/*.json and a plot
 #   make test    the fast tests, then the slow ones (real models, the notebook, the README)
 # Both build their environment in $(VENV) on the first call.
 
@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
-SCHEMES := exact int8 fp8 seed_int8 seed_fp8
+SCHEMES := exact int8 q8 q6 q4 q3
 
 .PHONY: demo test test-fast test-slow lint format notebook clean
 

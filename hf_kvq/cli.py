@@ -336,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generate(commands: Any) -> None:
     command = _add_command(commands, "generate", _generate, "stream text with a quantized cache, then the memory line")
-    command.add_argument("--cache", default="int8", metavar="SCHEME", help=f"{_SCHEMES} (default: %(default)s)")
+    command.add_argument("--cache", default="q8", metavar="SCHEME", help=f"{_SCHEMES} (default: %(default)s)")
     command.add_argument("--prompt", default="A key-value cache is", help="(default: %(default)r)")
     command.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     command.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: %(default)s)")

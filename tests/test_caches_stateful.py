@@ -151,8 +151,19 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.ours.get_seq_length(layer) == self.theirs.get_seq_length(layer) == self.length
 
 
-@pytest.mark.parametrize("cache_settings", [{}, {"sinks": 3}, {"residual": 5}, {"sinks": 3, "residual": 5}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+SETTINGS = [{}, {"sinks": 3}, {"residual": 5}, {"sinks": 3, "residual": 5}]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FAST = [(torch.float32, 3), (torch.bfloat16, 0), (torch.bfloat16, 2), (torch.float16, 1)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_settings"),
+    [
+        pytest.param(dtype, each, marks=() if (dtype, number) in FAST else pytest.mark.slow, id=f"{dtype}-{each}")
+        for dtype in DTYPES
+        for number, each in enumerate(SETTINGS)
+    ],
+)
 def test_every_sequence_of_operations_equals_dynamic_cache(dtype, cache_settings, record_property, shown):
     machine = type("Machine", (CacheMachine,), {"dtype": dtype, "settings_of_cache": cache_settings})
     run_state_machine_as_test(

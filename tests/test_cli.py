@@ -104,13 +104,18 @@ def bits_of(scheme, layer):
 
 
 def test_generate_prints_the_model_the_text_and_what_the_cache_holds(model, capsys):
-    assert main(["generate", "--model", model, "--prompt", "Once", "--max-new-tokens", "9"]) == 0
+    assert main(["generate", "--model", model, "--cache", "int8", "--prompt", "Once", "--max-new-tokens", "9"]) == 0
     out = capsys.readouterr().out
     assert "Model: tiny" in out
     assert "Prompt: Once" in out
     # 4 tokens of the prompt and 9 more, of which the last one was never fed back.
     assert "Cache: int8, 12 tokens" in out
     assert f"{8 + 16 / HEAD_DIM:.2f} bits per element" in out
+
+
+def test_generate_uses_the_scheme_that_the_cache_has_by_default(model, capsys):
+    assert main(["generate", "--model", model, "--max-new-tokens", "2"]) == 0
+    assert "Cache: q8, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("scheme", ["exact", "identity", "int8", "fp8", "seed_int8", "seed_fp8"])
@@ -125,7 +130,7 @@ def test_generate_takes_every_scheme_and_counts_its_bytes(model, capsys, scheme)
 
 
 def test_generate_keeps_sinks_and_residual_exact(model, capsys):
-    arguments = ["--max-new-tokens", "9", "--sinks", "2", "--residual", "3", "--json"]
+    arguments = ["--cache", "int8", "--max-new-tokens", "9", "--sinks", "2", "--residual", "3", "--json"]
     assert main(["generate", "--model", model, *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_coded"] == (found["tokens"] - 5) * LAYERS
@@ -270,7 +275,7 @@ def test_memory_counts_from_the_config_alone(model, tmp_path, capsys):
 
 
 def test_memory_agrees_with_a_live_cache(model, capsys):
-    prompt = ["--prompt", "x" * 128, "--max-new-tokens", "1", "--json"]
+    prompt = ["--cache", "int8", "--prompt", "x" * 128, "--max-new-tokens", "1", "--json"]
     assert main(["generate", "--model", model, *prompt]) == 0
     live = json.loads(capsys.readouterr().out)
     assert main(["memory", "--model", model, "--context", str(live["tokens"]), "--cache", "int8", "--json"]) == 0
