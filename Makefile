@@ -12,7 +12,7 @@ SCHEMES := exact int8 q8 q6 q4 q3
 .PHONY: demo test test-fast test-slow lint format notebook clean
 
 demo: $(VENV)/.installed
-	$(BIN)/hf-kvq eval --cache $(SCHEMES) --window 512 --windows 8 --out receipts --plot receipts/bits.png
+	$(BIN)/hf-kvq eval --cache $(SCHEMES) --residual 0 --window 512 --windows 8 --out receipts --plot receipts/bits.png
 
 test: test-fast test-slow
 
