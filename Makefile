@@ -20,7 +20,7 @@ test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto
 
 test-slow: $(VENV)/.installed-models
-	$(BIN)/python -m pytest -n auto -m slow --durations=10
+	$(BIN)/python -m pytest -n auto --dist loadfile -m slow --durations=10
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
