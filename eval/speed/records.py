@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["KINDS", "append", "newest"]
 
-KINDS = ("model", "layers", "prefill", "peak", "kernels")
+KINDS = ("model", "layers", "prefill", "peak", "kernels", "encode")
 
 
 def append(record: dict[str, Any], path: Path) -> None:
