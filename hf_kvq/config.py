@@ -339,8 +339,9 @@ Bits = int | tuple[int, ...]
 
 
 def _rotated(keys: Bits, values: Bits) -> LayerQuant:
-    codecs = (RotatedConfig(bits=bits, trellis=bits != 8) for bits in (keys, values))
-    return LayerQuant(**dict(zip(("keys", "values"), codecs, strict=True)))
+    return LayerQuant(
+        keys=RotatedConfig(bits=keys, trellis=keys != 8), values=RotatedConfig(bits=values, trellis=values != 8)
+    )
 
 
 def _low_bit(

@@ -76,7 +76,7 @@ def test_no_path_at_any_scale_that_is_tried_is_better(bits, dim):
 
 
 @pytest.mark.parametrize("bits", TRELLIS_CURVES)
-def test_a_third_of_the_squared_error_goes(bits):
+def test_a_quarter_of_the_squared_error_goes(bits, shown):
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(1, 2, 300, 64, generator=generator, dtype=torch.float64)
     errors = {}
@@ -86,7 +86,11 @@ def test_a_third_of_the_squared_error_goes(bits):
         errors[trellis] = (
             float((decoded(*encode_grid(states, grid), grid) - states).square().mean()) * grid.best_scale(bits) ** 2
         )
-    assert errors[True] < 0.77 * errors[False]
+    share = errors[True] / errors[False]
+    shown(
+        f"{bits} bits on a trellis, vectors of 64: {share:.3f} of the squared error without it, {errors[True]:.3g} of the variance"
+    )
+    assert share < 0.77
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -9,6 +9,8 @@ Costs are float32, operation by operation as in `hf_kvq.kernels.numba_trellis`, 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Float, Float32, Int, UInt8
 from torch import Tensor
@@ -85,13 +87,11 @@ def _nearest(
     for quarter in range(4):
         tiers = []
         for bits, y, s in zip(grid.bits, wanted.split(grid.tier, -1), step.split(grid.tier, -1), strict=True):
-            count = 2 ** (bits + 1)
+            numbers = _numbers(grid, bits, y.device)
             best = torch.full_like(y, torch.inf)
             which = torch.zeros_like(y, dtype=torch.int64)
-            for level in range(quarter, count, 4):
-                x = torch.tensor(level - (count - 1) / 2)
-                number = x * (1 + torch.tensor(grid.curve(bits)) * (x * x))
-                error = (number.to(y.device) - y) * s
+            for level in range(quarter, len(numbers), 4):
+                error = (numbers[level] - y) * s
                 nearer = error.abs() < best.abs()
                 best, which = torch.where(nearer, error, best), torch.where(nearer, level, which)
             tiers.append((best, which))
@@ -100,15 +100,31 @@ def _nearest(
     return torch.stack(levels), torch.stack(errors)
 
 
+@lru_cache(maxsize=64)
+def _numbers(grid: Grid, bits: int, device: torch.device) -> Float32[Tensor, " levels"]:
+    """What the levels stand for at scale 1. Kept, as a copy from the host at every step would make an accelerator wait."""
+    with torch.inference_mode(False):
+        count = 2 ** (bits + 1)
+        x = torch.arange(count, dtype=torch.float32) - (count - 1) / 2
+        return (x * (1 + torch.tensor(grid.curve(bits)) * (x * x))).to(device)
+
+
+@lru_cache(maxsize=16)
+def _steps(device: torch.device) -> tuple[Int[Tensor, "2 states"], Int[Tensor, "2 states"]]:
+    """From which states each state is reached, the forgotten bit being 0 or 1, and through which quarter; kept likewise."""
+    with torch.inference_mode(False):
+        following = torch.arange(2**MEMORY)
+        window = torch.stack([following, following + 2**MEMORY])
+        return (window >> 1).to(device), torch.tensor(quarters())[window].to(device)
+
+
 def _best_path(
     error: Float32[Tensor, "4 trials batch kv_heads tokens dim"],
     along: Float32[Tensor, "4 trials batch kv_heads tokens dim"],
 ) -> tuple[UInt8[Tensor, "batch kv_heads tokens dim"], Int[Tensor, "1 batch kv_heads tokens"]]:
     """The path of the least cost, and the trial in which it has it."""
     states, device = 2**MEMORY, error.device
-    following = torch.arange(states, device=device)
-    window = torch.stack([following, following + states])  # the bit that was forgotten, 0 or 1
-    before, quarter = window >> 1, torch.tensor(quarters(), device=device)[window]
+    before, quarter = _steps(device)
     square = error.square()
     cost = torch.full((states, *error.shape[1:-1]), _NEVER, device=device)
     cost[0] = 0

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from hf_kvq.kernels.numba_decode import in_threads
-from hf_kvq.kernels.numba_encode import PARALLEL_FROM, _pack, _plan, encode_grid
+from hf_kvq.kernels.numba_encode import _pack, _plan, encode_grid, launch
 from hf_kvq.kernels.numba_memory import memory, pointer
 from hf_kvq.kernels.numba_trellis import encode_trellis
 from hf_kvq.packing import Grid
@@ -140,12 +139,7 @@ def aim_grid(
         (grid.dim, grid.width, grid.groups, len(plan.planes), states.shape[2], aims.shape[2]),
         0, states.numel() // grid.dim, flips,
     )  # fmt: skip
-    threads = torch.get_num_threads() if states.numel() >= PARALLEL_FROM else 1
-    if threads == 1:
-        _aim_some(*arguments)
-    else:
-        with in_threads(threads):
-            _aim_in_parallel(*arguments)
+    launch(_aim_some, _aim_in_parallel, arguments, states.numel())
 
 
 def encode_aimed(

@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from hf_kvq.kernels.base import Bias, Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.numba_memory import memory, pointer, prefetch
 from hf_kvq.kernels.visibility import Visibility
-from hf_kvq.packing import HALF_PATH, HIGH_PATH, Grid, scale_of
+from hf_kvq.packing import HIGH_PATH, LOW_PATH, Grid, scale_of
 
 __all__ = ["NumbaDecodeKernel", "in_threads"]
 
@@ -136,7 +136,7 @@ def _widener(grid: Grid) -> Any:
         (grid.curve(bits), [(p.start, p.run, p.bits) for p in grid.planes[grid.trellis :] if p.first == tier * grid.tier])
         for tier, bits in enumerate(grid.bits)
     ]  # fmt: skip
-    description = repr((grid.dim, grid.group_size, tiers, (HALF_PATH, HIGH_PATH) if grid.trellis else ()))
+    description = repr((grid.dim, grid.group_size, tiers, (LOW_PATH, HIGH_PATH) if grid.trellis else ()))
     table = scale_of(torch.arange(256, dtype=torch.uint8), torch.float32).numpy()
 
     @numba.cfunc(types.void(*(types.int64,) * 6), cache=True)

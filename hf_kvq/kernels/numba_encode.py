@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import numba
 import numpy as np
@@ -21,7 +21,7 @@ from hf_kvq.kernels.numba_decode import in_threads
 from hf_kvq.kernels.numba_memory import memory, pointer
 from hf_kvq.packing import SCALE_ONE, SCALE_STEPS, Grid, scale_of
 
-__all__ = ["PARALLEL_FROM", "encode_grid", "encode_int8"]
+__all__ = ["encode_grid", "encode_int8", "launch"]
 
 PARALLEL_FROM = 2**14
 """Numbers below which starting threads costs more than they save."""
@@ -266,10 +266,15 @@ def encode_grid(
         (states.data_ptr(), codes.data_ptr(), scale.data_ptr(), *plan.places),
         (grid.dim, grid.width, grid.groups, len(plan.planes)), 0, states.numel() // grid.dim, trials,
     )  # fmt: skip
-    threads = torch.get_num_threads() if states.numel() >= PARALLEL_FROM else 1
+    launch(_encode_some, _encode_in_parallel, arguments, states.numel())
+    return codes, scale
+
+
+def launch(alone: Any, in_parallel: Any, arguments: tuple[Any, ...], numbers: int) -> None:
+    """Run compiled code over so many numbers, with threads where they pay."""
+    threads = torch.get_num_threads() if numbers >= PARALLEL_FROM else 1
     if threads == 1:
-        _encode_some(*arguments)
+        alone(*arguments)
     else:
         with in_threads(threads):
-            _encode_in_parallel(*arguments)
-    return codes, scale
+            in_parallel(*arguments)

@@ -18,8 +18,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from hf_kvq.kernels.numba_decode import in_threads
-from hf_kvq.kernels.numba_encode import PARALLEL_FROM, _pack, _plan
+from hf_kvq.kernels.numba_encode import _pack, _plan, launch
 from hf_kvq.kernels.numba_memory import memory, pointer
 from hf_kvq.packing import MEMORY, OFFSETS, SCALE_ONE, SCALE_STEPS, Grid, quarters
 
@@ -228,10 +227,5 @@ def encode_trellis(
         (grid.dim, grid.width, grid.groups, len(plan.planes), max(states.shape[2], 1), aims.shape[2]),
         0, states.numel() // grid.dim,
     )  # fmt: skip
-    threads = torch.get_num_threads() if states.numel() >= PARALLEL_FROM else 1
-    if threads == 1:
-        _trellis_some(*arguments)
-    else:
-        with in_threads(threads):
-            _trellis_in_parallel(*arguments)
+    launch(_trellis_some, _trellis_in_parallel, arguments, states.numel())
     return codes, scale

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_kvq.kernels.base import Bias, Kernel, Logits, Operand, Partial, Query, Scoring
 from hf_kvq.kernels.visibility import Visibility
-from hf_kvq.packing import HALF_PATH, HIGH_PATH, Grid
+from hf_kvq.packing import HIGH_PATH, LOW_PATH, Grid
 
 __all__ = ["TritonDecodeKernel"]
 
@@ -136,7 +136,7 @@ def _pieces(grid: Grid) -> tuple[tuple[Any, ...], ...]:
         bend, centre = grid.curve(grid.bits[tier]), _CENTRES.get(bits)
         weights = (1.0, 1.0) if centre is None else (1.0 + bend * centre, bend)
         group, start = channel // grid.group_size, planes[0].start if planes else 0
-        path = (channel, grid.dim // 8, HALF_PATH, HIGH_PATH) if grid.trellis else (-1, 1, (), ())
+        path = (channel, grid.dim // 8, LOW_PATH, HIGH_PATH) if grid.trellis else (-1, 1, (), ())
         pieces.append((bits, low, start, first, group, bend, centre or 0.0, *weights, high, *path))
     return tuple(pieces)
 

@@ -83,10 +83,9 @@ class SinkStore:
         """Put those of columns `column` and on that are sinks where their codes' states are."""
         for row in range(len(self.first)):
             begin, end = self._columns(row, column, column + states[0].shape[2])
+            place = slice(begin - column, max(end, begin) - column)
             for target, source in zip(states, exact, strict=True):
-                target[row, :, begin - column : max(end, begin) - column] = source[
-                    row, :, begin - column : max(end, begin) - column
-                ]
+                target[row, :, place] = source[row, :, place]
 
     def states(self, end: int) -> SinkStates | None:
         """The sinks at columns before `end` as attention reads them; None while there are none."""
