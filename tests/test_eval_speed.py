@@ -11,7 +11,7 @@ import torch
 from real_models import WIKITEXT, smollm2_for_tests
 
 import eval.table
-from eval.speed import caches, layers, peak, prefill, records, resident, tables, timing
+from eval.speed import caches, kernels, layers, peak, prefill, records, resident, tables, timing
 from eval.speed.__main__ import RESULTS, main
 from eval.speed.caches import DENSE, DYNAMIC, FP8, INT8, STATIC
 from hf_kvq.states import StoreView
@@ -208,7 +208,7 @@ def test_kernels_are_timed_on_the_same_codes(tmp_path, capsys):
         capsys, tmp_path / "speed.jsonl", "kernels", "--shape", "4x2x32", "--context", "40", "300", "--steps", "3"
     )
     assert [(row["context"], row["codes"]) for row in record["rows"]] == [
-        (context, codes) for context in (40, 300) for codes in ("int8", "fp8", "int4")
+        (context, codes) for context in (40, 300) for codes in kernels.MODES
     ]
     for row in record["rows"]:
         assert row["kernels"]["torch"]["torch_over_it"]["median"] == 1.0

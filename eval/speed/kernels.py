@@ -10,16 +10,24 @@ from torch import Tensor
 
 from eval.speed.caches import require_equal
 from eval.speed.timing import in_turns, ratio_spread, spread
-from hf_kvq.codecs import make_codec
-from hf_kvq.config import AffineConfig
-from hf_kvq.kernels import Kernel, Operand, Scoring, Visibility, kernels_for
+from hf_kvq.codecs import Codec, Codes, make_codec
+from hf_kvq.codecs.rotated import encode_grid
+from hf_kvq.config import AffineConfig, RotatedConfig
+from hf_kvq.kernels import Kernel, Operand, Scoring, Visibility, grid_encoder_for, kernels_for
+from hf_kvq.packing import TRIALS
 
 __all__ = ["add_options", "measure"]
 
 CLOSE = 1e-4
 """Largest difference between kernels, in standard deviations of the output, which is small: a mean of thousands of random values."""
 
-MODES = ("int8", "fp8", "int4")
+MODES: dict[str, AffineConfig | RotatedConfig] = {
+    **{mode: AffineConfig(mode=mode) for mode in ("int8", "fp8", "int4")},
+    "8 bits": RotatedConfig(bits=8),
+    "4 bits": RotatedConfig(bits=4),
+    **{f"{bits} bits on a trellis": RotatedConfig(bits=bits, trellis=True) for bits in (6, 4, 3, 2)},
+}
+"""Codes that are read; those of a basis as they are in it."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -42,14 +50,15 @@ def measure(given: Namespace) -> dict[str, Any]:
 def _compared(given: Namespace, context: int, mode: str) -> dict[str, dict[str, Any]]:
     heads, kv_heads, dim = (int(size) for size in given.shape.split("x"))
     generator = torch.Generator().manual_seed(0)
-    codec = make_codec(AffineConfig(mode=mode))
+    codec = make_codec(MODES[mode])
     query = torch.randn(1, kv_heads, heads // kv_heads, 1, dim, generator=generator)
     keys, values = (
         Operand(
             codec.layout,
-            codec.encode(torch.randn(1, kv_heads, context, dim, generator=generator)),
+            _codes(codec, torch.randn(1, kv_heads, context, dim, generator=generator)),
             dim,
             codec.decode_into,
+            codec.grid_of(dim),
         )
         for _ in range(2)
     )
@@ -69,6 +78,16 @@ def _compared(given: Namespace, context: int, mode: str) -> dict[str, dict[str, 
         name: {"ms": spread(times), "torch_over_it": ratio_spread(taken["torch"], times)}
         for name, times in taken.items()
     }
+
+
+def _codes(codec: Codec, states: Tensor) -> Codes:
+    grid = codec.grid_of(states.shape[3])
+    if grid is None:
+        return codec.encode(states)
+    encode = grid_encoder_for("cpu") or encode_grid
+    no_aims = states.new_zeros(*states.shape[:2], 0, states.shape[3], dtype=torch.float64)
+    codes, scale = encode(states.double(), grid, no_aims, TRIALS, 0)
+    return {"codes": codes, "scale": scale}
 
 
 def _attend(kernel: Kernel, query: Tensor, keys: Operand, values: Operand) -> Tensor:
