@@ -13,11 +13,12 @@ from oracles_bounded import turned
 from torch import Tensor
 from transformers import LlamaConfig
 
+from hf_kvq.basis import Basis
 from hf_kvq.config import LayerQuant, QuantConfig, RotatedConfig
 from hf_kvq.kernels import Visibility
 from hf_kvq.layers import QuantizedLayer
 from hf_kvq.layers.live import LiveConfig
-from hf_kvq.packing import CURVES, TRELLIS_CURVES, Grid
+from hf_kvq.packing import CURVES, TRELLIS_CURVES, Grid, pack_int4
 from hf_kvq.rope import Rope
 
 PLANES = {8: [8], 6: [4, 2], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2], 1: [1]}
@@ -33,6 +34,28 @@ def rope_of(dim: int, kind: str) -> Rope | None:
 
 
 ROPES = ["full", "partial", "interleaved", "llama3", "none"]
+
+
+def any_basis(
+    dim: int, kind: str, *, tiers: int = 1, keys: bool = True, seed: int = 0, order: torch.dtype = torch.int16
+) -> Basis:
+    """A basis of two rows and three heads that nothing taught: any numbers in all its parts."""
+    generator = torch.Generator().manual_seed(seed)
+    rope = rope_of(dim, kind) if keys else None
+    units = 1 if not keys else dim // 2 if rope is not None and rope.rotary_dim == dim else dim
+    mean = torch.randint(-127, 128, (2, 3, dim), generator=generator, dtype=torch.int8)
+    places = torch.rand(2, 3, units if keys else dim, generator=generator).argsort(dim=-1).to(order)
+    return Basis(
+        mean=mean if keys else pack_int4((mean // 19).clamp(-7, 7)),
+        mean_scale=torch.randint(70, 100, (2, 3, 1), generator=generator, dtype=torch.uint8),
+        gain=torch.randint(100, 156, (2, 3, units), generator=generator, dtype=torch.uint8),
+        order=places if tiers > 1 else None,
+        aims=torch.zeros(2, 3, 0, dim // 2, dtype=torch.uint8),
+        aim_scale=torch.zeros(2, 3, 0, dtype=torch.uint8),
+        origin=torch.zeros(2, dtype=torch.int32),
+        tiers=tiers,
+        rope=rope,
+    )
 
 
 def packed(codes: list[int], grid: Grid) -> list[int]:

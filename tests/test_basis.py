@@ -9,34 +9,14 @@ import pytest
 import torch
 from oracles import states
 
-from hf_kvq.basis import Basis, PlacedBasis, fit_basis, hadamard
+from hf_kvq.basis import PlacedBasis, fit_basis, hadamard
 from hf_kvq.codecs.rotated import encode_grid, grid_for
-from hf_kvq.packing import BEST_SCALES, SCALE_ONE, Grid, pack_int4
+from hf_kvq.packing import BEST_SCALES, SCALE_ONE, Grid
 from hf_kvq.rope import Rope
 
 DIMS = [40, 64, 80, 128, 256]
 CPU = torch.device("cpu")
 EXACT = 1e-10
-
-
-def any_basis(dim: int, kind: str, *, tiers: int = 1, keys: bool = True, seed: int = 0) -> Basis:
-    """A basis of two rows and three heads that nothing taught: any numbers in all its parts."""
-    generator = torch.Generator().manual_seed(seed)
-    rope = oracle.rope_of(dim, kind) if keys else None
-    units = 1 if not keys else dim // 2 if rope is not None and rope.rotary_dim == dim else dim
-    mean = torch.randint(-127, 128, (2, 3, dim), generator=generator, dtype=torch.int8)
-    order = torch.rand(2, 3, units if keys else dim, generator=generator).argsort(dim=-1).to(torch.int16)
-    return Basis(
-        mean=mean if keys else pack_int4((mean // 19).clamp(-7, 7)),
-        mean_scale=torch.randint(70, 100, (2, 3, 1), generator=generator, dtype=torch.uint8),
-        gain=torch.randint(100, 156, (2, 3, units), generator=generator, dtype=torch.uint8),
-        order=order if tiers > 1 else None,
-        aims=torch.zeros(2, 3, 0, dim // 2, dtype=torch.uint8),
-        aim_scale=torch.zeros(2, 3, 0, dtype=torch.uint8),
-        origin=torch.zeros(2, dtype=torch.int32),
-        tiers=tiers,
-        rope=rope,
-    )
 
 
 def wide(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -81,7 +61,7 @@ def places(request) -> tuple[int | torch.Tensor, int]:
 @pytest.mark.parametrize("tiers", [1, 4])
 @pytest.mark.parametrize("dim", DIMS)
 def test_a_round_trip_gives_the_states_back(dim, tiers, kind):
-    placed = any_basis(dim, kind, tiers=tiers).at(5, 37)
+    placed = oracle.any_basis(dim, kind, tiers=tiers).at(5, 37)
     x = wide(2, 3, 37, dim)
     assert not close(placed.code(x), x)
     assert close(placed.restore(placed.code(x)), x)
@@ -92,7 +72,7 @@ def test_a_round_trip_gives_the_states_back(dim, tiers, kind):
 @pytest.mark.parametrize("dim", [40, 64])
 def test_a_basis_is_the_matrix_and_the_shift_that_its_bytes_say(dim, tiers, kind, places):
     positions, tokens = places
-    basis = any_basis(dim, kind, tiers=tiers)
+    basis = oracle.any_basis(dim, kind, tiers=tiers)
     coded = wide(2, 3, tokens, dim, seed=4)
     expected = oracle.restored(coded, basis.tensors, tiers, basis.rope, all_places(positions, tokens))
     assert close(basis.at(positions, tokens).restore(coded), expected)
@@ -103,7 +83,7 @@ def test_a_basis_is_the_matrix_and_the_shift_that_its_bytes_say(dim, tiers, kind
 @pytest.mark.parametrize("dim", [40, 128])
 def test_scores_in_the_basis_and_the_bias_are_the_scores(dim, tiers, kind, places):
     positions, tokens = places
-    placed = any_basis(dim, kind, tiers=tiers).at(positions, tokens)
+    placed = oracle.any_basis(dim, kind, tiers=tiers).at(positions, tokens)
     x, query = wide(2, 3, tokens, dim), wide(2, 3, 2, 5, dim, seed=1)
     scores = placed.query(query) @ placed.code(x).mT[:, :, None] + placed.bias(query)
     assert close(scores, query @ x.mT[:, :, None])
@@ -112,13 +92,13 @@ def test_scores_in_the_basis_and_the_bias_are_the_scores(dim, tiers, kind, place
 
 @pytest.mark.parametrize("dim", [80, 256])
 def test_scores_hold_for_other_sizes_too(dim):
-    placed = any_basis(dim, "full", tiers=4).at(60, 70)
+    placed = oracle.any_basis(dim, "full", tiers=4).at(60, 70)
     x, query = wide(2, 3, 70, dim), wide(2, 3, 1, 1, dim, seed=1)
     assert close(placed.query(query) @ placed.code(x).mT[:, :, None] + placed.bias(query), query @ x.mT[:, :, None])
 
 
 def test_a_bias_in_float32_is_as_good_as_float32():
-    basis = any_basis(64, "full")
+    basis = oracle.any_basis(64, "full")
     query = wide(2, 3, 2, 5, 64, seed=1)
     placed = basis.at(100_000, 200)
     size = (query.abs() @ basis.means(torch.float64).abs()[:, :, None, :, None]).max()
@@ -128,7 +108,7 @@ def test_a_bias_in_float32_is_as_good_as_float32():
 @pytest.mark.parametrize("tiers", [1, 4])
 @pytest.mark.parametrize("dim", DIMS)
 def test_the_weighted_mean_of_values_is_that_of_coded_ones_brought_back(dim, tiers):
-    placed = any_basis(dim, "none", tiers=tiers, keys=False).at(0, 37)
+    placed = oracle.any_basis(dim, "none", tiers=tiers, keys=False).at(0, 37)
     x, weights = wide(2, 3, 37, dim), wide(2, 3, 2, 5, 37, seed=1).softmax(dim=-1)
     assert close(placed.output(weights @ placed.code(x)[:, :, None]), weights @ x[:, :, None])
     assert close(placed.restore(placed.code(x)), x)
@@ -155,7 +135,7 @@ def test_a_basis_of_the_wrong_rotation_costs_quality_and_no_exactness(true, wron
 @pytest.mark.parametrize("kind", oracle.ROPES)
 @pytest.mark.parametrize("tiers", [1, 4])
 def test_slices_rows_and_moved_tokens_are_what_their_own_basis_gives(kind, tiers):
-    basis = any_basis(64, kind, tiers=tiers)
+    basis = oracle.any_basis(64, kind, tiers=tiers)
     x, query = wide(2, 3, 100, 64), wide(2, 3, 2, 5, 64, seed=1)
     for positions in (41, own_places(100)):
         placed = basis.at(positions, 100)
@@ -176,7 +156,7 @@ def test_slices_rows_and_moved_tokens_are_what_their_own_basis_gives(kind, tiers
 
 
 def test_a_map_moves_every_tensor_and_bytes_are_counted():
-    basis = any_basis(64, "full", tiers=4)
+    basis = oracle.any_basis(64, "full", tiers=4)
     rows = torch.tensor([1, 1, 0])
     mapped = basis.map(lambda tensor: tensor[rows])
     assert {name: tensor.shape[0] for name, tensor in mapped.tensors.items()} == dict.fromkeys(basis.tensors, 3)

@@ -8,6 +8,7 @@ coded alone and at once, and attention reads the codes without leaving the basis
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -140,6 +141,7 @@ class RotatedCodec(Codec):
         return self.rope if self.rope is not None and self.rope.rotary_dim <= head_dim else None
 
 
+@functools.cache
 def grid_for(bits: tuple[int, ...], dim: int, *, trellis: bool = False) -> Grid:
     """The grid of these tiers, or, where they do not fill whole bytes, of one tier with their mean, or of the next more bits that do."""
     mean = -(-sum(bits) // len(bits))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from hf_kvq.kernels.base import (
     Kernel,
     Logits,
     Operand,
+    Part,
     Partial,
     Query,
     Scoring,
@@ -35,6 +36,7 @@ __all__ = [
     "Kernel",
     "Logits",
     "Operand",
+    "Part",
     "Partial",
     "Query",
     "Scoring",
@@ -43,6 +45,7 @@ __all__ = [
     "attend",
     "attend_exact",
     "attend_few",
+    "attend_parts",
     "compute_dtype",
     "encoder_for",
     "grid_encoder_for",
@@ -52,11 +55,8 @@ __all__ = [
 ]
 
 
-Enter = Callable[[Query, PlacedBasis], tuple[Query, Bias]]
-Leave = Callable[[Partial, PlacedBasis], Tensor]
-
 FEW = 8
-"""Tokens up to which an encoder of `encoder_for` is quicker than tensor operations."""
+"""Tokens up to which an encoder of `encoder_for`, and one product without tiles, are quicker than what takes any number."""
 
 
 @functools.cache
@@ -67,8 +67,8 @@ def encoder_for(
     if layout not in ("int8", "grid") or device_type != "cpu":
         return None
     try:
-        from hf_kvq.kernels.numba_basis import encode_few
         from hf_kvq.kernels.numba_encode import encode_int8
+        from hf_kvq.kernels.numba_few import encode_few
     except ImportError:
         return None
     if layout == "int8":
@@ -109,6 +109,22 @@ def kernels_for(device_type: str) -> tuple[Kernel, ...]:
     return (*compiled, TiledKernel())
 
 
+def attend_parts(query: Query, parts: Sequence[Part], scoring: Scoring) -> Partial:
+    """Attention over all parts together; where one kernel takes them all, in one call."""
+    kernel = kernels_for(query.device.type)[0]
+    if kernel.takes_parts and all(kernel.supports(query, part.keys, part.values, part.visibility) for part in parts):
+        return kernel.attend_parts(query, parts, scoring)
+    return merge([_attend_part(query, part, scoring) for part in parts])
+
+
+def _attend_part(query: Query, part: Part, scoring: Scoring) -> Partial:
+    keys, values, first, visibility, logits = part
+    handful = keys.layout == values.layout == "states" and keys.tokens <= FEW and query.shape[3] == 1
+    if handful and logits is None and visibility.for_one_query(first, keys.tokens) == (True, None):
+        return attend_few(query, keys.parts["codes"], values.parts["codes"], None, scoring)
+    return attend(query, keys, values, first, visibility, scoring, logits)
+
+
 def attend(
     query: Query,
     keys: Operand,
@@ -123,36 +139,21 @@ def attend(
     Codes in a basis stay in it where there are few queries: each query goes into the basis, and the output comes out of it, once. Many queries share what it takes to
     bring a tile of states out.
     """
+    kernels = kernels_for(query.device.type)
+    kernel, bias, output_basis = _first(kernels, query, keys, values, visibility), None, None
     few = query.shape[2] * query.shape[3] <= keys.dim
-    if not few or (keys.basis is None and values.basis is None):
-        return _ask(query, keys, values, first_column, visibility, scoring, logits, None)
-    enter, leave = _basis_functions(query, keys, values)
-    bias, output_basis = None, values.basis
-    if keys.basis is not None:
-        query, bias = enter(query, keys.basis)
-    part = _ask(query, keys.in_basis(), values.in_basis(), first_column, visibility, scoring, logits, bias)
-    return part if output_basis is None else part._replace(output=leave(part, output_basis))
+    if kernel is kernels[-1] and few and not (keys.basis is None and values.basis is None):
+        output_basis = values.basis
+        if keys.basis is not None:
+            query, bias = _enter(query, keys.basis)
+        keys, values = keys.in_basis(), values.in_basis()
+        kernel = _first(kernels, query, keys, values, visibility)
+    part = kernel.attend(query, keys, values, first_column, visibility, scoring, logits, bias)
+    return part if output_basis is None else part._replace(output=_leave(part, output_basis))
 
 
-def _ask(
-    query: Query, keys: Operand, values: Operand, first_column: int, visibility: Visibility, scoring: Scoring,
-    logits: Logits | None, bias: Bias | None,
-) -> Partial:  # fmt: skip
-    kernel = next(k for k in kernels_for(query.device.type) if k.supports(query, keys, values, visibility))
-    return kernel.attend(query, keys, values, first_column, visibility, scoring, logits, bias)
-
-
-def _basis_functions(query: Query, keys: Operand, values: Operand) -> tuple[Enter, Leave]:
-    """What brings queries into the basis of keys, and output out of that of values: compiled for a CPU's single query, where consecutive tokens have it."""
-    plain = query.device.type == "cpu" and query.shape[3] == 1 and query.dtype != torch.float64
-    if plain and (keys.basis is None or isinstance(keys.basis.positions, int)):
-        try:
-            from hf_kvq.kernels.numba_basis import enter_basis, leave_basis
-        except ImportError:
-            return _enter, _leave
-        if all(x.basis is None or x.basis.basis.is_plain for x in (keys, values)):
-            return enter_basis, leave_basis
-    return _enter, _leave
+def _first(kernels: Sequence[Kernel], query: Query, keys: Operand, values: Operand, visibility: Visibility) -> Kernel:
+    return next(kernel for kernel in kernels if kernel.supports(query, keys, values, visibility))
 
 
 def _enter(query: Query, basis: PlacedBasis) -> tuple[Query, Bias]:

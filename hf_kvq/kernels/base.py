@@ -26,6 +26,7 @@ __all__ = [
     "Kernel",
     "Logits",
     "Operand",
+    "Part",
     "Partial",
     "Scoring",
     "compute_dtype",
@@ -146,10 +147,22 @@ class Operand:
         out.copy_(blocks[:, :, self.skipped : self.skipped + out.shape[2]])
 
 
+class Part(NamedTuple):
+    """Tokens at consecutive columns, and which of them each query sees; see `Kernel.attend`."""
+
+    keys: Operand
+    values: Operand
+    first_column: int
+    visibility: Visibility
+    logits: Logits | None = None
+
+
 class Kernel(ABC):
     """One way to compute attention over codes."""
 
     name: str
+    takes_parts = False
+    """Whether `attend_parts` is one call."""
 
     @abstractmethod
     def supports(self, query: Query, keys: Operand, values: Operand, visibility: Visibility) -> bool:
@@ -169,7 +182,7 @@ class Kernel(ABC):
     ) -> Partial:
         """Attention of the queries over these tokens alone, accumulated over tokens in `compute_dtype` of the query's dtype.
 
-        A compiled kernel reads states as they are in their basis; `kernels.attend` sees to that.
+        A kernel that takes no basis reads states as they are in it; `kernels.attend` sees to that.
 
         Args:
             query: Queries, unscaled.
@@ -182,6 +195,10 @@ class Kernel(ABC):
                 weight each token has, without reading a code again.
             bias: Contiguous, in `compute_dtype` of the query's dtype; added to the dot products before they are scaled.
         """
+
+    def attend_parts(self, query: Query, parts: Sequence[Part], scoring: Scoring) -> Partial:
+        """Attention over all parts together, each of which it supports."""
+        return merge([self.attend(query, *part[:4], scoring, part.logits) for part in parts])
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

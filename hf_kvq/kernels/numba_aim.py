@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from hf_kvq.kernels.numba_encode import _pack, _plan, encode_grid, launch
+from hf_kvq.kernels.numba_encode import _pack, _plan, encode_grid
 from hf_kvq.kernels.numba_memory import memory, pointer
+from hf_kvq.kernels.numba_threads import launch
 from hf_kvq.kernels.numba_trellis import encode_trellis
 from hf_kvq.packing import Grid
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import numba
 import numpy as np
@@ -17,14 +17,11 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from hf_kvq.kernels.numba_decode import in_threads
 from hf_kvq.kernels.numba_memory import memory, pointer
+from hf_kvq.kernels.numba_threads import launch
 from hf_kvq.packing import SCALE_ONE, SCALE_STEPS, Grid, scale_of
 
-__all__ = ["encode_grid", "encode_int8", "launch"]
-
-PARALLEL_FROM = 2**14
-"""Numbers below which starting threads costs more than they save."""
+__all__ = ["encode_grid", "encode_int8"]
 
 _SMALLEST = np.float32(torch.finfo(torch.bfloat16).tiny)
 
@@ -268,13 +265,3 @@ def encode_grid(
     )  # fmt: skip
     launch(_encode_some, _encode_in_parallel, arguments, states.numel())
     return codes, scale
-
-
-def launch(alone: Any, in_parallel: Any, arguments: tuple[Any, ...], numbers: int) -> None:
-    """Run compiled code over so many numbers, with threads where they pay."""
-    threads = torch.get_num_threads() if numbers >= PARALLEL_FROM else 1
-    if threads == 1:
-        alone(*arguments)
-    else:
-        with in_threads(threads):
-            in_parallel(*arguments)

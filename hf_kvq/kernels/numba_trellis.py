@@ -18,8 +18,9 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from hf_kvq.kernels.numba_encode import _pack, _plan, launch
+from hf_kvq.kernels.numba_encode import _pack, _plan
 from hf_kvq.kernels.numba_memory import memory, pointer
+from hf_kvq.kernels.numba_threads import launch
 from hf_kvq.packing import MEMORY, OFFSETS, SCALE_ONE, SCALE_STEPS, Grid, quarters
 
 __all__ = ["encode_trellis"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_kvq.config import LayerQuant
 from hf_kvq.far_field import EvictedBlock
-from hf_kvq.kernels import Operand, Query, Visibility, attend, compute_dtype, merge, zero_logit
+from hf_kvq.kernels import Operand, Part, Partial, Query, Visibility, attend_parts, compute_dtype, merge, zero_logit
 from hf_kvq.states.bounds import Asked, Bounds, HookError
 from hf_kvq.states.far import FarStore
 from hf_kvq.states.mass import Tentative, WindowMass, weights_of
@@ -334,9 +334,15 @@ class BoundedStore:
     def _attend(self, asked: Asked, segments: list[Segment], first: int, *, tentative: bool) -> Tensor:
         query, scoring, column = asked.query, asked.scoring, asked.column
         queries, oldest = query.shape[3], self.rows.oldest()
-        parts, window_logits = [], []
+        done: list[Partial] = []
+        parts: list[Part] = []
+        window_logits = []
         if self.tokens.sinks is not None and (sinks := self.tokens.sinks.states(column + queries)) is not None:
-            parts.append(sinks.attend(self._nearer(query, oldest), Visibility(column, queries), scoring))
+            nearer, by_order = self._nearer(query, oldest), Visibility(column, queries)
+            if nearer is query and queries == 1 and sinks.are_seen_by(by_order):
+                parts.append(sinks.part())
+            else:
+                done.append(sinks.attend(nearer, by_order, scoring))
         # Columns count from the oldest visible one on, so that masks do not grow with the stream.
         window = None if self.bounds.has_far_field else self.bounds.window
         visibility = Visibility(column - first, queries, window, self.rows.real(first, column + queries))
@@ -345,15 +351,16 @@ class BoundedStore:
             if self.mass is not None:
                 logits = query.new_empty(*query.shape[:4], segment.keys.tokens, dtype=compute_dtype(query.dtype))
                 window_logits.append(logits)
-            keys, values, place = segment.keys, segment.values, segment.first - first
-            parts.append(attend(query, keys, values, place, visibility, scoring, logits))
+            parts.append(Part(segment.keys, segment.values, segment.first - first, visibility, logits))
+        if parts:
+            done.append(attend_parts(query, parts, scoring))
         if not tentative:
             self._observe(column, query)
         far_parts, kept_logits = self.far.attend(query, scoring, oldest, self.tokens.coded, self.rows.first)
-        parts += far_parts
+        done += far_parts
         if asked.sink_logits is not None:
-            parts.append(zero_logit(parts[0], asked.sink_logits))
-        whole = merge(parts)
+            done.append(zero_logit(done[0], asked.sink_logits))
+        whole = merge(done)
         weights = kept = None
         if self.mass is not None:
             real = self.rows.real_queries(column, queries)

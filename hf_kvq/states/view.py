@@ -15,12 +15,13 @@ from torch import Tensor
 
 from hf_kvq.kernels import (
     Operand,
+    Part,
     Partial,
     Scoring,
     Visibility,
-    attend,
     attend_exact,
     attend_few,
+    attend_parts,
     merge,
     zero_logit,
 )
@@ -71,17 +72,22 @@ class SinkStates:
         columns = torch.arange(max(self.first) + count)
         return ((columns >= first) & (columns < first + count)).to(self.keys.device)
 
+    def are_seen_by(self, visibility: Visibility) -> bool:
+        """Whether every query sees all of them."""
+        last = max(self.first) + self.keys.shape[2] - 1
+        plain = visibility.mask is None and visibility.window is None
+        return plain and last < self.end and last <= visibility.first_query
+
+    def part(self) -> Part:
+        """The sinks as a part of what a query sees, which sees them all."""
+        keys, values = (Operand("states", {"codes": x}, x.shape[3], copy_states) for x in (self.keys, self.values))
+        return Part(keys, values, 0, Visibility(self.keys.shape[2], 1))
+
     def attend(self, query: Tensor, visibility: Visibility, scoring: Scoring) -> Partial:
         """The part of the attention that the sinks take."""
-        count = self.keys.shape[2]
-        last = max(self.first) + count - 1
-        if (
-            visibility.mask is None
-            and visibility.window is None
-            and last < self.end
-            and last <= visibility.first_query
-        ):
+        if self.are_seen_by(visibility):
             return attend_few(query, self.keys, self.values, None, scoring)
+        count = self.keys.shape[2]
         columns = torch.tensor(self.first, device=query.device)[:, None] + torch.arange(count, device=query.device)
         seen = visibility.at(columns)
         held = (columns < self.end)[:, None, None]
@@ -163,18 +169,21 @@ class StoreView:
             output = attend_exact(grouped, keys, values, only.first, visibility, scaling)
             return output.reshape(batch, heads, queries, -1)
         scoring = Scoring(scaling, softcap)
-        parts = []
+        parts: list[Part] = []
+        done: list[Partial] = []
         if self.sinks is not None:
-            parts.append(self.sinks.attend(grouped, visibility, scoring))
+            if queries == 1 and self.sinks.are_seen_by(visibility):
+                parts.append(self.sinks.part())
+            else:
+                done.append(self.sinks.attend(grouped, visibility, scoring))
             hidden = self.sinks.hidden(self.segments[0].first) if self.segments else None
             visibility = visibility if hidden is None else visibility.hiding(hidden)
-        parts += [
-            attend(grouped, segment.keys, segment.values, segment.first, visibility, scoring)
-            for segment in self.segments
-        ]
+        parts += [Part(segment.keys, segment.values, segment.first, visibility) for segment in self.segments]
+        if parts:
+            done.append(attend_parts(grouped, parts, scoring))
         if sink_logits is not None:
-            parts.append(zero_logit(parts[0], sink_logits.view(kv_heads, -1)))
-        return merge(parts).output.reshape(batch, heads, queries, -1).to(query.dtype)
+            done.append(zero_logit(done[0], sink_logits.view(kv_heads, -1)))
+        return merge(done).output.reshape(batch, heads, queries, -1).to(query.dtype)
 
     @property
     def _sinks(self) -> SinkStates:
