@@ -95,21 +95,41 @@ def read_basis(places, sizes, at, means, gains, order):
             means[c] = numbers[c] * (step / gains[c])
 
 
-# Channels are brought into their order first: the product with the matrix then is one of vectors.
 @numba.njit(fastmath={"reassoc", "contract"}, cache=True)
 @no_type_check
-def turn(source, order, matrix, tiers, ordered, target):
-    """H P; `ordered` is scratch."""
+def _spread(numbers, matrix, inverse, scratch):
+    """Numbers of a tier times the matrix of `hadamard`, or its transpose, in place: by butterflies where it is Hadamard's own."""
+    size = len(numbers)
+    if size & (size - 1):
+        scratch[:size] = 0.0
+        for j in range(size):
+            number = numbers[j]
+            for i in range(size):
+                scratch[i] += (matrix[j, i] if inverse else matrix[i, j]) * number
+        numbers[:] = scratch[:size]
+        return
+    half = 1
+    while half < size:
+        for start in range(0, size, 2 * half):
+            low, high = numbers[start : start + half], numbers[start + half : start + 2 * half]
+            for i in range(half):
+                a, b = low[i], high[i]
+                low[i] = a + b
+                high[i] = a - b
+        half *= 2
+    for i in range(size):
+        numbers[i] *= matrix[0, 0]
+
+
+@numba.njit(cache=True)
+@no_type_check
+def turn(source, order, matrix, tiers, scratch, target):
+    """H P."""
     size = len(source) // tiers
     for c in range(len(source)):
-        ordered[c] = source[order[c]]
+        target[c] = source[order[c]]
     for tier in range(tiers):
-        tier_of = ordered[tier * size : (tier + 1) * size]
-        for i in range(size):
-            total = 0.0
-            for j in range(size):
-                total += matrix[i, j] * tier_of[j]
-            target[tier * size + i] = total
+        _spread(target[tier * size : (tier + 1) * size], matrix, False, scratch)
 
 
 @numba.njit(fastmath={"reassoc", "contract"}, cache=True)
@@ -122,12 +142,12 @@ def enter_basis(places, sizes, pairs, at, query, turned, even, odd, rest):
     dim, tiers, interleaved = sizes[0], sizes[1], sizes[5]
     matrix = numba.carray(pointer(places[6]), (dim // tiers, dim // tiers), np.float64)
     means, gains, order = np.empty(dim), np.empty(dim), np.empty(dim, np.int64)
-    scaled, ordered, out = np.empty(dim), np.empty(dim), np.empty(dim)
+    scaled, scratch, out = np.empty(dim), np.empty(dim), np.empty(dim)
     read_basis(places, sizes, at, means, gains, order)
     for i in range(len(query)):
         for c in range(dim):
             scaled[c] = query[i, c] / gains[c]
-        turn(scaled, order, matrix, tiers, ordered, out)
+        turn(scaled, order, matrix, tiers, scratch, out)
         for c in range(dim):
             turned[i, c] = out[c]
         for p in range(pairs):
@@ -149,17 +169,14 @@ def leave_basis(places, sizes, at, output, lse):
     size = dim // tiers
     matrix = numba.carray(pointer(places[6]), (size, size), np.float64)
     means, gains, order = np.empty(dim), np.empty(dim), np.empty(dim, np.int64)
-    sums = np.empty(dim)
+    sums, scratch = np.empty(dim), np.empty(dim)
     read_basis(places, sizes, at, means, gains, order)
     for i in range(len(output)):
         if lse[i] == -np.inf:
             continue
-        sums[:] = 0.0
+        for c in range(dim):
+            sums[c] = output[i, c]
         for tier in range(tiers):
-            tier_of = sums[tier * size : (tier + 1) * size]
-            for k in range(size):
-                weight = np.float64(output[i, tier * size + k])
-                for j in range(size):
-                    tier_of[j] += matrix[k, j] * weight
+            _spread(sums[tier * size : (tier + 1) * size], matrix, True, scratch)
         for c in range(dim):
             output[i, order[c]] = sums[c] / gains[order[c]] + means[order[c]]

@@ -10,6 +10,7 @@ from typing import no_type_check
 
 import numba
 import numpy as np
+import torch
 from torch import Tensor
 
 from hf_kvq.basis import Basis, PlacedBasis
@@ -27,7 +28,7 @@ def encode_few(states: Tensor, codes: Tensor, scale: Tensor, placed: PlacedBasis
     """Write the codes and scales of a few tokens where they stay, as `encode_grid` gives them.
 
     Args:
-        states: `[batch, kv_heads, tokens, head_dim]`, as the model gave them.
+        states: `[batch, kv_heads, tokens, head_dim]`, float32 or bfloat16 as the model gave them, channels next to each other.
         codes: `[batch, kv_heads, tokens, width]`, bytes next to each other; written.
         scale: `[batch, kv_heads, tokens, groups]`, likewise; written.
         placed: Their basis, at consecutive positions.
@@ -36,11 +37,11 @@ def encode_few(states: Tensor, codes: Tensor, scale: Tensor, placed: PlacedBasis
     assert placed is not None
     assert grid is not None
     basis, plan = placed.basis, _plan(grid)
-    states = states.double().contiguous()
     batch, kv_heads, tokens, _ = states.shape
     _encode_few(
         (states.data_ptr(), codes.data_ptr(), scale.data_ptr(), *basis_places(basis), *plan.places),
-        (codes.stride()[:3], scale.stride()[:3]), (batch, kv_heads, tokens, grid.width, grid.groups, len(plan.planes), grid.trellis),
+        (codes.stride()[:3], scale.stride()[:3], states.stride()[:3]), states.dtype == torch.bfloat16,
+        (batch, kv_heads, tokens, grid.width, grid.groups, len(plan.planes), grid.trellis),
         basis_sizes(basis), _frequencies(basis), placed.positions, TRIALS, FLIPS,
     )  # fmt: skip
 
@@ -75,17 +76,19 @@ def _read_aims(places, sizes, at, aims):
 
 @numba.njit(cache=True)
 @no_type_check
-def _encode_few(places, strides, counts, sizes, frequencies, first, trials, flips):
+def _encode_few(places, strides, is_bits, counts, sizes, frequencies, first, trials, flips):
     states_at, codes_at, scale_at = places[:3]
     basis, channels_at, planes_at, scales_at = places[3:11], places[11], places[12], places[13]
     batch, kv_heads, tokens, width, groups, planes, trellis = counts
     dim, tiers, _, count, _, interleaved = sizes
     matrix = numba.carray(pointer(basis[6]), (dim // tiers, dim // tiers), np.float64)
-    states = numba.carray(pointer(states_at), (batch, kv_heads, tokens, dim), np.float64)
+    floats, halves = memory(states_at, np.float32), memory(states_at, np.int16)
+    state = np.empty(dim, np.float32)
+    bits = state.view(np.int32)
     all_codes, all_scales = memory(codes_at, np.uint8), memory(scale_at, np.uint8)
     means, gains, order = np.empty(dim), np.empty(dim), np.empty(dim, np.int64)
     aims, shifted = np.empty((count, dim)), np.empty(dim)
-    ordered, coded = np.empty(dim), np.empty((tokens, dim))
+    scratch, coded = np.empty(dim), np.empty((tokens, dim))
     codes, scale = np.empty((tokens, width), np.uint8), np.empty((tokens, groups), np.uint8)
     pairs = len(frequencies)
     for row in range(batch):
@@ -101,9 +104,15 @@ def _encode_few(places, strides, counts, sizes, frequencies, first, trials, flip
                     b = 2 * p + 1 if interleaved else p + pairs
                     shifted[a] = means[a] * cos - means[b] * sin
                     shifted[b] = means[b] * cos + means[a] * sin
+                start = row * strides[2][0] + head * strides[2][1] + t * strides[2][2]
                 for c in range(dim):
-                    shifted[c] = (states[row, head, t, c] - shifted[c]) * gains[c]
-                turn(shifted, order, matrix, tiers, ordered, coded[t])
+                    if is_bits:
+                        bits[c] = np.int32(halves[start + c]) << 16
+                    else:
+                        state[c] = floats[start + c]
+                for c in range(dim):
+                    shifted[c] = (np.float64(state[c]) - shifted[c]) * gains[c]
+                turn(shifted, order, matrix, tiers, scratch, coded[t])
             arguments = (coded.ctypes.data, codes.ctypes.data, scale.ctypes.data)
             any_aim = _read_aims(basis, sizes, at, aims)
             aimed = (*arguments, aims.ctypes.data, channels_at, planes_at, scales_at)

@@ -186,14 +186,15 @@ class QuantizedLayer(CodedLayer):
         self._settle()
         check_states(key_states, value_states, self.index, self.store.shape if self.store else None)
         padding_matters = self.store is None and self.padding is None
-        if self.attends_codes and self._waits_for_queries:
+        attends_codes = self.attends_codes
+        if attends_codes and self._waits_for_queries:
             self._check_finite(key_states.detach(), value_states.detach())
             announced = self._announce(key_states, value_states)
             learn = partial(self._announce_anew, key_states, value_states) if padding_matters else None
             handle = CodedStates(announced, learn, self.undo_update)
             return handle, handle
         view = self._take(key_states, value_states)
-        if not self.attends_codes:
+        if not attends_codes:
             return view.dense()
         padding_matters = padding_matters and self.store is not None and self.store.depends_on_padding
         learn = partial(self._take_anew, key_states, value_states) if padding_matters else None

@@ -94,13 +94,13 @@ class TokenBuffer:
         self._make_room(self.tensors, tokens, in_place)
         start = self.end - self._base
         self.end += tokens
-        return {name: tensor[:, :, start : start + tokens] for name, tensor in self.tensors.items()}
+        return {name: tensor.narrow(2, start, tokens) for name, tensor in self.tensors.items()}
 
     def view(self, first: int | None = None, end: int | None = None) -> dict[str, Tensor]:
         """Tokens `first` to `end` (all that are kept, where not given) without a copy."""
         first = self.first if first is None else first
         end = self.end if end is None else end
-        return {name: tensor[:, :, first - self._base : end - self._base] for name, tensor in self.tensors.items()}
+        return {name: tensor.narrow(2, first - self._base, end - first) for name, tensor in self.tensors.items()}
 
     def drop_before(self, first: int) -> None:
         """Forget the tokens before number `first`."""

@@ -37,6 +37,11 @@ class SinkStore:
         return min(self.first) + self.count
 
     @property
+    def end(self) -> int:
+        """First column behind the sinks of all rows."""
+        return max(self.first) + self.count
+
+    @property
     def nbytes(self) -> int:
         return sum(t.untyped_storage().nbytes() for t in self.tensors or ())
 
@@ -48,7 +53,7 @@ class SinkStore:
     ) -> None:
         """Take the sinks that are among columns `column` and on."""
         tokens = keys.shape[2]
-        if column >= max(self.first) + self.count:
+        if column >= self.end:
             return
         if self.tensors is None:
             with torch.inference_mode(False):

@@ -188,7 +188,7 @@ class TokenStore:
             settled: See `learn`; these columns are not settled where `recording` says that they may be cropped again.
             in_place: Whether a view that was taken before may be overwritten.
         """
-        if self.sinks is not None:
+        if self.sinks is not None and self.seen < self.sinks.end:
             self.sinks.write(keys, values, self.seen)
             only_sinks = min(max(self.sinks.start - self.seen, 0), keys.shape[2])
             self.seen += only_sinks
