@@ -57,6 +57,20 @@ def model_record():
     }
 
 
+def two_runs():
+    """One record of two lengths of context."""
+    record = model_record()
+    shared = {name: record.pop(name) for name in ("kind", "model", "text", "environment")}
+    return {**shared, "runs": [{**record, "context": 1024}, record]}
+
+
+def test_a_record_of_several_contexts_has_a_table_for_each():
+    shown = tables.full_table(two_runs())
+    assert shown.count("| stock hqq int4 | skipped") == 2
+    assert shown.index("1,024 tokens of context") < shown.index("4,096 tokens of context")
+    assert shown.count("Machine:") == 1
+
+
 def layers_record():
     ratios = {"dynamic_cost_to_int8": 4.0, "static_cost_to_int8": None, "int8_to_dynamic_short": SPREAD}
     figures = {"ms_short": SPREAD, "ms": SPREAD, "cost_ms": SPREAD}
@@ -283,6 +297,7 @@ def test_committed_records_stay_readable():
     [
         (model_record(), f"| {INT8} | 50.0 (45.0 to 55.0) | 20.0 |" + " 2.00 (1.00 to 3.00) |" * 3),
         (model_record(), "| stock hqq int4 | skipped: it is not installed |  |  |  |  |"),
+        (two_runs(), f"| {INT8} | 50.0 (45.0 to 55.0) | 20.0 |" + " 2.00 (1.00 to 3.00) |" * 3),
         ({**old_record(), "kind": "model"}, "| hf_kvq int8 | 80.0 (75.0 to 90.0) | 12.5 | 0.80 |"),
         (layers_record(), "| 9x3x64 | float32 | 1 | 4.00x, - | skipped | 2.00 (1.00 to 3.00) |"),
         (prefill_record(), "| DynamicCache | 2.00 (1.00 to 3.00) | 2.00 (1.00 to 3.00) | 1,024 |"),
@@ -323,11 +338,13 @@ def test_the_readme_gets_the_newest_record_of_each_kind(tmp_path, capsys):
 def test_a_real_model_is_timed_and_its_caches_are_equal_where_they_must_be(tmp_path, capsys):
     smollm2_for_tests()
     text = ("--text", str(WIKITEXT)) if WIKITEXT.is_file() else ()
-    record = run(capsys, tmp_path / "speed.jsonl", "model", *text, "--context", "200", "--steps", "2")
-    assert {DYNAMIC, STATIC, "stock fp8", INT8, FP8, DENSE} <= set(record["caches"])
-    assert {"stock hqq int4", "stock quanto int4"} <= {*record["caches"], *record["skipped"]}
-    assert record["quickest_exact"] in (DYNAMIC, STATIC)
-    assert record["caches"][DYNAMIC]["speed_to_dynamic"]["median"] == 1.0
+    record = run(capsys, tmp_path / "speed.jsonl", "model", *text, "--context", "200", "140", "--steps", "2")
+    assert [found["context"] for found in record["runs"]] == [200, 140]
+    for found in record["runs"]:
+        assert {DYNAMIC, STATIC, "stock fp8", INT8, FP8, DENSE} <= set(found["caches"])
+        assert {"stock hqq int4", "stock quanto int4"} <= {*found["caches"], *found["skipped"]}
+        assert found["quickest_exact"] in (DYNAMIC, STATIC)
+        assert found["caches"][DYNAMIC]["speed_to_dynamic"]["median"] == 1.0
     assert "/" not in record["text"] + record["model"]
 
 

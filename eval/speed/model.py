@@ -39,7 +39,7 @@ CHUNK = 512
 
 def add_options(parser: ArgumentParser) -> None:
     add_sources(parser)
-    parser.add_argument("--context", type=int, default=4096, help="tokens before the first step")
+    parser.add_argument("--context", nargs="+", type=int, default=[1024, 16384], help="tokens before the first step")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
 
 
@@ -67,9 +67,15 @@ def sources(given: Namespace, tokens: int) -> tuple[Any, Tensor, dict[str, Any]]
 def measure(given: Namespace) -> dict[str, Any]:
     """The record's own part."""
     rounds = WARM_UP + given.steps
-    model, ids, identity = sources(given, given.context + rounds + CHECKED)
-    caches, missing = _filled(model, ids[: given.context], len(ids))
-    tokens = ids[given.context :].view(-1, 1, 1)
+    model, ids, identity = sources(given, max(given.context) + rounds + CHECKED)
+    runs = [_run(model, ids[: context + rounds + CHECKED], context, given.steps) for context in given.context]
+    return {**identity, "runs": runs}
+
+
+def _run(model: Any, ids: Tensor, context: int, steps: int) -> dict[str, Any]:
+    rounds = WARM_UP + steps
+    caches, missing = _filled(model, ids[:context], len(ids))
+    tokens = ids[context:].view(-1, 1, 1)
     differences = dict.fromkeys(caches, 0.0)
 
     def check(logits: dict[str, Tensor]) -> None:
@@ -78,7 +84,7 @@ def measure(given: Namespace) -> dict[str, Any]:
 
     times = in_turns(
         list(caches),
-        given.steps,
+        steps,
         prepare=lambda name: attend_with(model, name),
         run=lambda name, number: step(model, tokens[number], caches[name]),
         check=check,
@@ -90,9 +96,8 @@ def measure(given: Namespace) -> dict[str, Any]:
             modes[name] = mode_difference(model, tokens[rounds:], cache)
             require_equal(f"{name} against its other mode", modes[name], BOUNDS["float32"])
     return {
-        **identity,
-        "context": given.context,
-        "steps": given.steps,
+        "context": context,
+        "steps": steps,
         "equality": {"bound": BOUNDS["float32"], STATIC: differences[STATIC], **modes},
         **_figures(times, differences),
         "skipped": missing,

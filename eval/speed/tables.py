@@ -10,21 +10,25 @@ from eval.speed.caches import DYNAMIC, INT8, STATIC
 __all__ = ["compact_table", "full_table"]
 
 Record = dict[str, Any]
+Render = Callable[[Record], str]
 MIB = 2**20
 
 
 def full_table(record: Record) -> str:
     """What was measured, the table, and the machine."""
-    return _shown(record, _FULL[record["kind"]](record))
+    return _shown(record, _FULL[record["kind"]])
 
 
 def compact_table(record: Record) -> str:
     """The same, short."""
-    return _shown(record, _COMPACT[record["kind"]](record))
+    return _shown(record, _COMPACT[record["kind"]])
 
 
-def _shown(record: Record, table: str) -> str:
-    return f"{_HEADINGS[record['kind']](record)}\n\n{table}\n\n- {_machine(record)}"
+def _shown(record: Record, render: Render) -> str:
+    # A record of several runs has what they share, and each one's own.
+    parts = [{**record, **run} for run in record.get("runs", [record])]
+    tables = (f"{_HEADINGS[record['kind']](part)}\n\n{render(part)}" for part in parts)
+    return "\n\n".join([*tables, f"- {_machine(record)}"])
 
 
 def _machine(record: Record) -> str:
@@ -213,7 +217,6 @@ def _encode(record: Record) -> str:
     return _markdown(header, rows)
 
 
-Render = Callable[[Record], str]
 _HEADINGS: dict[str, Render] = {
     "model": _model_heading,
     "layers": _layers_heading,
