@@ -86,6 +86,8 @@ CONTENDERS = {
     FP8: Contender(build=lambda config, length: QuantizedCache(config, "fp8"), attention=ATTENTION, group="hf_kvq"),
     Q8: Contender(build=lambda config, length: QuantizedCache(config, "q8"), attention=ATTENTION, group="hf_kvq"),
     Q4: Contender(build=lambda config, length: QuantizedCache(config, "q4"), attention=ATTENTION, group="hf_kvq"),
+    "hf_kvq q8 dense": Contender(build=lambda config, length: QuantizedCache(config, "q8"), group="hf_kvq"),
+    "hf_kvq q4 dense": Contender(build=lambda config, length: QuantizedCache(config, "q4"), group="hf_kvq"),
 }
 
 

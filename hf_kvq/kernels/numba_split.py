@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from hf_kvq.kernels.numba_memory import memory, prefetch
 from hf_kvq.kernels.numba_widen import widen_grid
 
-__all__ = ["FAST", "add_weighted", "attend_split", "merge_splits"]
+__all__ = ["FAST", "add_weighted", "attend_split", "join_parts", "merge_splits"]
 
 # Reassociation lets sums become vectors. Infinities and NaN keep their meaning: no "ninf", no "nnan".
 FAST = {"reassoc", "contract", "arcp", "nsz"}
