@@ -67,7 +67,7 @@ def assert_is_attention(got: Partial, query: Tensor, parts: list[Part], visible:
 def scale_of(query: Tensor, operands: tuple[Operand, Operand]) -> float:
     """What brings the logits to some tens."""
     keys = operands[0].decode(torch.float64)
-    return 30 / (query[:, :, :, 0].double() @ keys.mT).abs().max().item()
+    return 30 / (query.double() @ keys.mT[:, :, None]).abs().max().item()
 
 
 @pytest.mark.parametrize("kind", oracle.ROPES)
@@ -152,16 +152,20 @@ def test_threads_change_nothing_but_rounding(compiled):
     torch.testing.assert_close(two.output, one.output, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled_too", [True, False], ids=["any kernel", "tiles alone"])
+@pytest.mark.parametrize("kernels", ["all", "tiles", "tensors"])
+@pytest.mark.parametrize("queries", [1, 5, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_parts_are_one_attention_whatever_kernels_take_them(monkeypatch, compiled_too, dtype):
-    if not compiled_too:
+def test_parts_are_one_attention_whatever_kernels_take_them(monkeypatch, kernels, queries, dtype):
+    if kernels != "all":
         monkeypatch.setattr("hf_kvq.kernels.kernels_for", lambda device: (TiledKernel(),))
-    query = states(BATCH, KV_HEADS, GROUPS, 1, 64, seed=1).to(dtype)
+    if kernels == "tensors":
+        for module in ("hf_kvq.kernels", "hf_kvq.kernels.base"):
+            monkeypatch.setattr(f"{module}.restorer_for", lambda device: None)
+    query = states(BATCH, KV_HEADS, GROUPS, queries, 64, seed=1).to(dtype)
     middle = coded(100, Grid(64, (8,)), *bases(64, "partial", 1), 4)
     scaling = scale_of(query, middle)
     parts = [
-        Part(*operands, column, Visibility(112, 1))
+        Part(*operands, column, Visibility(112, queries))
         for operands, column in ((exact(4, 64), 0), (middle, 4), (exact(9, 64, seed=9), 104))
     ]
     assert_is_attention(attend_parts(query, parts, Scoring(scaling)), query, parts, scaling=scaling)

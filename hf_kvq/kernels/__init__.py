@@ -21,6 +21,7 @@ from hf_kvq.kernels.base import (
     Scoring,
     compute_dtype,
     merge,
+    restorer_for,
     zero_logit,
 )
 from hf_kvq.kernels.exact import attend_exact
@@ -136,13 +137,12 @@ def attend(
 ) -> Partial:
     """Attention over tokens as they are stored, by the first kernel that takes them; see `Kernel.attend`.
 
-    Codes in a basis stay in it where there are few queries: each query goes into the basis, and the output comes out of it, once. Many queries share what it takes to
-    bring a tile of states out.
+    Codes in a basis stay in it where a kernel knows bases, or there are few queries: each query then goes into the basis, and the output comes out of it, once. Many
+    queries share what it takes to bring a tile of states out, and where that is compiled it is quicker for few as well.
     """
     kernels = kernels_for(query.device.type)
     kernel, bias, output_basis = _first(kernels, query, keys, values, visibility), None, None
-    few = query.shape[2] * query.shape[3] <= keys.dim
-    if kernel is kernels[-1] and few and not (keys.basis is None and values.basis is None):
+    if kernel is kernels[-1] and _goes_into_basis(kernels, query, keys, values, visibility):
         output_basis = values.basis
         if keys.basis is not None:
             query, bias = _enter(query, keys.basis)
@@ -150,6 +150,19 @@ def attend(
         kernel = _first(kernels, query, keys, values, visibility)
     part = kernel.attend(query, keys, values, first_column, visibility, scoring, logits, bias)
     return part if output_basis is None else part._replace(output=_leave(part, output_basis))
+
+
+def _goes_into_basis(
+    kernels: Sequence[Kernel], query: Query, keys: Operand, values: Operand, visibility: Visibility
+) -> bool:
+    """Whether queries that no compiled kernel takes as they are go into the basis of the codes."""
+    bases = [operand.basis for operand in (keys, values) if operand.basis is not None]
+    if not bases or query.shape[2] * query.shape[3] > keys.dim:
+        return False
+    if _first(kernels, query, keys.in_basis(), values.in_basis(), visibility) is not kernels[-1]:
+        return True
+    comes_out = restorer_for(query.device.type) is not None
+    return not (comes_out and all(isinstance(basis.positions, int) for basis in bases))
 
 
 def _first(kernels: Sequence[Kernel], query: Query, keys: Operand, values: Operand, visibility: Visibility) -> Kernel:

@@ -32,6 +32,7 @@ __all__ = [
     "Scoring",
     "compute_dtype",
     "merge",
+    "restorer_for",
     "zero_logit",
 ]
 
@@ -130,7 +131,7 @@ class Operand:
         if self.basis is None:
             self._write(out)
             return
-        restore = _restorer(out.device.type)
+        restore = restorer_for(out.device.type)
         if restore is not None and restore(self, out):
             return
         wide = torch.empty_like(out, dtype=compute_dtype(out.dtype))
@@ -162,7 +163,7 @@ class Part(NamedTuple):
 
 
 @functools.cache
-def _restorer(device_type: str) -> Callable[[Operand, Tensor], bool] | None:
+def restorer_for(device_type: str) -> Callable[[Operand, Tensor], bool] | None:
     """What takes codes out of their basis in one walk, or says that it does not; None where tensors are all there is."""
     if device_type != "cpu":
         return None
