@@ -58,6 +58,14 @@ def any_basis(
     )
 
 
+def any_codes(batch: int, kv_heads: int, tokens: int, grid: Grid, seed: int = 0) -> dict[str, Tensor]:
+    """Codes and scales that nothing was encoded to: any bytes, and scales of a quarter to four."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (batch, kv_heads, tokens, grid.width), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(112, 145, (batch, kv_heads, tokens, grid.groups), generator=generator, dtype=torch.uint8)
+    return {"codes": codes, "scale": scale}
+
+
 def packed(codes: list[int], grid: Grid) -> list[int]:
     """Bytes of the codes of one token, bit by bit."""
     out: list[int] = []

@@ -9,7 +9,6 @@ from oracles import attention, states
 from torch import Tensor
 
 from hf_kvq.basis import Basis
-from hf_kvq.codecs.rotated import encode_grid
 from hf_kvq.kernels import Operand, Part, Partial, Scoring, TiledKernel, Visibility, attend_parts, kernels_for
 from hf_kvq.packing import Grid
 from hf_kvq.states.view import copy_states
@@ -38,8 +37,7 @@ def coded(tokens: int, grid: Grid, keys: Basis, values: Basis, first: int) -> tu
     """Codes of some numbers in some bases, of tokens at positions `first` and on."""
     operands = []
     for basis, seed in ((keys, 3), (values, 4)):
-        codes, scale = encode_grid(states(BATCH, KV_HEADS, tokens, grid.dim, seed=seed).double() / 3, grid)
-        parts = {"codes": codes, "scale": scale}
+        parts = oracle.any_codes(BATCH, KV_HEADS, tokens, grid, seed)
         operands.append(Operand("grid", parts, grid.dim, _decode(grid), grid, basis.at(first, tokens)))
     return operands[0], operands[1]
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import oracles_rotated as oracle
 import pytest
 import torch
-from oracles import states
 
 from hf_kvq.basis import PlacedBasis
-from hf_kvq.codecs.rotated import encode_grid
 from hf_kvq.kernels import Operand
 from hf_kvq.packing import Grid
 
@@ -31,13 +29,13 @@ def restore_into():
 
 def coded(tokens: int, grid: Grid, placed: PlacedBasis) -> Operand:
     """Codes of some numbers, a piece of a longer buffer, read as if they were in this basis."""
-    x = states(BATCH, KV_HEADS, tokens + 5, grid.dim).double()
-    codes, scale = (part[:, :, 2:-3] for part in encode_grid(x, grid))
+    longer = oracle.any_codes(BATCH, KV_HEADS, tokens + 5, grid)
+    parts = {name: part[:, :, 2:-3] for name, part in longer.items()}
 
     def decode(parts, out):
         grid.decode_into(parts["codes"], parts["scale"], out)
 
-    return Operand("grid", {"codes": codes, "scale": scale}, grid.dim, decode, grid, placed)
+    return Operand("grid", parts, grid.dim, decode, grid, placed)
 
 
 def expected(operand: Operand) -> torch.Tensor:
