@@ -214,8 +214,8 @@ class Kernel(ABC):
         """
 
     def attend_parts(self, query: Query, parts: Sequence[Part], scoring: Scoring) -> Partial:
-        """Attention over all parts together, each of which it supports."""
-        return merge([self.attend(query, *part[:4], scoring, part.logits) for part in parts])
+        """Attention over all parts together, each of which it supports; of kernels that take parts."""
+        raise NotImplementedError(f"kernel {self.name} takes no parts; see kernels.attend_parts")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

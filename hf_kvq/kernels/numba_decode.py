@@ -197,7 +197,7 @@ def _shift_scores(part, even, odd, rest, first, count, out):
 
 @numba.njit(fastmath=FAST, cache=True)
 @no_type_check
-def _enter(parts, query, sizes, at, turned, even, odd, rest):
+def _enter(parts, query, at, turned, even, odd, rest):
     """Queries of head number `at` as each part reads them, `[parts, queries, ...]`."""
     for p in range(len(parts)):
         part = parts[p]
@@ -288,7 +288,7 @@ def _attend(parts, query_at, output_at, lse_at, sizes, scaling, softcap):
     pieces = _split(parts)
     turned, even, odd, rest, outputs, largest, total = _room(parts, pieces, sizes)
     for at in range(len(query)):
-        _enter(parts, query[at], sizes, at, turned[at], even[at], odd[at], rest[at])
+        _enter(parts, query[at], at, turned[at], even[at], odd[at], rest[at])
         for i in range(len(pieces)):
             piece = (pieces[i, 0], pieces[i, 1], pieces[i, 2])
             _attend_piece(
@@ -306,7 +306,7 @@ def _attend_in_parallel(parts, query_at, output_at, lse_at, sizes, scaling, soft
     turned, even, odd, rest, outputs, largest, total = _room(parts, pieces, sizes)
     count = len(pieces)
     for at in range(len(query)):
-        _enter(parts, query[at], sizes, at, turned[at], even[at], odd[at], rest[at])
+        _enter(parts, query[at], at, turned[at], even[at], odd[at], rest[at])
     for work in numba.prange(len(query) * count):
         at, i = work // count, work % count
         piece = (pieces[i, 0], pieces[i, 1], pieces[i, 2])
